@@ -50,18 +50,11 @@ class NewFile:
     """A new file in an open directory, which stays the caller's.
 
     A temporary name belongs to a living process as long as the file is locked.
-
-    Attributes
-    ----------
-    fd : int
-        The file, open for reading and writing; -1 once it is closed.
-    temporary : str
-        The name until it is complete, if it has one.
     """
 
     def __init__(self, directory: int, fd: int, temporary: str, *, is_named: bool) -> None:
-        self.fd = fd
-        self.temporary = temporary
+        self.fd = fd  # open for reading and writing; -1 once it is closed
+        self.temporary = temporary  # the name until it is complete, if it has one
         self._directory = directory
         self._is_named = is_named
 

@@ -51,15 +51,7 @@ def shape_text(place: TensorPlace) -> str:
 
 
 class Contents:
-    """An open file. Any thread may read.
-
-    Attributes
-    ----------
-    size, held_bytes
-        The file's size, and the memory or disk that it uses, in bytes.
-    place
-        What holds it: "gpu0", or the host's file system.
-    """
+    """An open file. Any thread may read."""
 
     def __init__(self, path: str) -> None:
         """Open the file. OSError if it cannot be read, or is not a regular file."""
@@ -76,7 +68,8 @@ class Contents:
         status = os.fstat(self._fd)
         self.path = path
         self.size = status.st_size
-        self.held_bytes = held_bytes(status)
+        self.held_bytes = held_bytes(status)  # memory or disk that it uses
+        # What holds it: "gpu0", or the host's file system.
         self.place = mounting.place_of(self._fd, mounting.by_device().get(status.st_dev, []))
 
     def __enter__(self) -> Self:
@@ -149,31 +142,17 @@ def _registered_files(folder: str) -> list[str]:
 
 
 class TensorFiles:
-    """The open files of one name on the command line: one file, those of a checkpoint, or those of registered tensors.
-
-    Attributes
-    ----------
-    format
-        The format's name, such as "safetensors" or "raw"; None if it is unknown.
-    has_tensors
-        Whether the tensors, if there are any, are known. Not if gpufs does not read the format, or they are compressed.
-    kind
-        The format of a file whose tensors are not known.
-    tensors
-        In the order of the files and of their offsets.
-    registered
-        Whether the program that registered the file gave the type.
-    """
+    """The open files of one name on the command line: one, those of a checkpoint, or those of registered tensors."""
 
     def __init__(self, path: str, given: GivenType | None = None) -> None:
         """Open the files. FormatError if a header or an index is damaged, or ``given`` does not fit; OSError."""
         self.path = path
-        self.kind: Format | None = None
-        self.format: str | None = None
+        self.kind: Format | None = None  # of a file whose tensors are not known
+        self.format: str | None = None  # its name, such as "safetensors" or "raw"; None: unknown
         self.metadata: dict[str, str] | None = None
-        self.tensors: list[Tensor] = []
-        self.registered = False
-        self.has_tensors = False
+        self.tensors: list[Tensor] = []  # in the order of the files and of their offsets
+        self.registered = False  # the program that registered the file gave the type
+        self.has_tensors = False  # they are known: gpufs reads the format, and they are not compressed
         is_checkpoint = os.path.isdir(path) or path.endswith(".safetensors.index.json")
         try:
             checkpoint = find_files(path) if is_checkpoint else CheckpointFiles((path,))

@@ -153,19 +153,8 @@ class Attachment:
     def take_version(self, path: str, check: Callable[[int], None]) -> bool:
         """Map the file that has a name now at the addresses of this one, and end the lease on this one.
 
-        A failure leaves everything as it is, unless its text says otherwise. What sleeps is awake afterwards.
-
-        Parameters
-        ----------
-        path
-            The name.
-        check
-            Called with an open descriptor of the file. What it raises refuses the version.
-
-        Returns
-        -------
-        bool
-            False if it is this file, or there is none.
+        A failure leaves everything as it is, unless its text says otherwise. What sleeps is awake afterwards. ``check``
+        gets an open descriptor of the file; what it raises refuses the version. False if it is this file, or none.
         """
         with self._lock:
             try:

@@ -37,22 +37,12 @@ T = TypeVar("T")
 def connect(st_dev: int, mounts: list[MountEntry], *, trusting: bool = False) -> Connection:
     """Connect to the daemon of a mount.
 
-    Parameters
-    ----------
-    st_dev
-        The device number of its files.
-    mounts
-        Where it is mounted.
-    trusting
-        Whether to accept the daemon of any user, for a client that passes it only descriptors of its own mount. In a
-        container with a user namespace root's daemon can look like another user's.
-
-    Raises
-    ------
-    OSError
-        The reason is its text: the mount's root is not visible here, no service answers there, its socket is closed to
-        others (EACCES), it has too many connections (EBUSY), or it is neither ours nor root's (EPERM).
+    ``trusting``: accept the daemon of any user, for a client that passes it only descriptors of its own mount. In a
+    container with a user namespace root's daemon can look like another user's. The text of an OSError is the reason:
+    the mount's root is not visible here, no service answers there, its socket is closed to others (EACCES), it has too
+    many connections (EBUSY), or it is neither ours nor root's (EPERM).
     """
+
     from gpufs.client._connection import Connection
 
     for pause in _RECONNECT_PAUSES:

@@ -78,23 +78,7 @@ class Saved(NamedTuple):
 class Save:
     """One save. It takes the place of a Copier in the loop of copies.
 
-    Parameters
-    ----------
-    saved : Saved
-        What is saved.
-    destination : str
-        The name of the save. OSError if it cannot have it.
-    options : TreeOptions
-        Which files are left out.
-    report : TreeReport
-        What it reports to, from any thread.
-    cancel : Cancellation
-        Ends it.
-
-    Attributes
-    ----------
-    left_out, left_out_count
-        The first of other users' files that the caller may not read, "" without any, and how many there are.
+    OSError if it cannot have the name of ``destination``. ``options``: which files are left out.
     """
 
     def __init__(
@@ -112,7 +96,7 @@ class Save:
         self._links: dict[tuple[int, int], tuple[str, int]] = {}  # first names, and how many are to come
         self._has_hard_links = False
         self._lock = threading.Lock()  # guards the counts of copies in progress
-        self.left_out = ""
+        self.left_out = ""  # the first of others' files that the caller may not read, and how many there are
         self.left_out_count = 0
         self._manifest: ManifestWriter | None = None
         self._tree = -1

@@ -28,16 +28,8 @@ _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class Directory:
     """A directory that is being filled, open with O_PATH.
 
-    Parameters
-    ----------
-    entry : Entry
-        Its name, in an open directory.
-    source : SourceAttributes or None
-        Those of the directory that it is a copy of; None if that has none.
-    keeps : bool
-        Whether it gets all of these, as with --preserve.
-    follow : bool
-        Whether a symbolic link to a directory is good enough.
+    ``source``: the attributes of the directory that it is a copy of, if that has any; ``keeps``: it gets all of these,
+    as with --preserve. ``follow``: a symbolic link to a directory is good enough.
     """
 
     def __init__(self, entry: Entry, source: SourceAttributes | None, *, keeps: bool, follow: bool = False) -> None:

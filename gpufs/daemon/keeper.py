@@ -67,13 +67,7 @@ class Keeper:
     """
 
     def __init__(self, mountpoint: str, held: Mapping[int, int] | None = None, fd: int | None = None) -> None:
-        """Start the process, or adopt the one that has started this daemon and sent what is ``held``.
-
-        Raises
-        ------
-        OSError
-            It cannot be started.
-        """
+        """Start the process (or OSError), or adopt the one that has started this daemon and sent what is ``held``."""
         self._mountpoint = mountpoint
         self._environment = dict(os.environb)
         self._held = dict(held or {})

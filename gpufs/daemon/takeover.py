@@ -44,12 +44,7 @@ def prepare(
 ) -> None:
     """Give the keeper what the next daemon needs to begin, and the command that starts it.
 
-    Parameters
-    ----------
-    connection
-        The descriptor of /dev/fuse.
-    owner
-        A descriptor of the process with which the mount ends; -1 for none.
+    ``connection``: of /dev/fuse. ``owner``: a descriptor of the process with which the mount ends; -1 for none.
     """
     listed = {**entry._asdict(), "flags": sorted(entry.flags)}
     lasting = replace(request, config=request.config | _chosen(request, mount.engine))

@@ -59,22 +59,9 @@ def named(name: str) -> ElementType | None:
 
 
 def element_type(dtype: object) -> ElementType:
-    """Find the type of the elements of an array.
+    """Find the type of the elements of an array by a name ("float32", "bfloat16", "<f4"), or a type of numpy or torch.
 
-    Parameters
-    ----------
-    dtype
-        A name ("float32", "bfloat16", "<f4"), or a type of numpy or torch.
-
-    Returns
-    -------
-    ElementType
-        The type.
-
-    Raises
-    ------
-    TypeError
-        There is no such type, or its bytes are in the other order.
+    TypeError if there is no such type, or its bytes are in the other order.
     """
     text = dtype if isinstance(dtype, str) else getattr(dtype, "str", None)  # of a numpy.dtype: with its byte order
     if not isinstance(text, str):

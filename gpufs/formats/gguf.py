@@ -141,24 +141,9 @@ class _Cursor:
 
 
 def read_gguf(size: int, read: Callable[[int, int], bytes]) -> tuple[list[GgufTensor], dict[str, str]]:
-    """Read the header of a GGUF file.
+    """Read the header of a GGUF file: its tensors by offset, and the metadata as text. Arrays are only counted.
 
-    Parameters
-    ----------
-    size
-        Of the file, in bytes.
-    read
-        ``read(offset, count)`` returns bytes of the file.
-
-    Returns
-    -------
-    list of GgufTensor, dict of str to str
-        The tensors ordered by offset, and the metadata as text. Arrays, such as vocabularies, are only counted.
-
-    Raises
-    ------
-    FormatError
-        The header is damaged, of an unknown version, or has a type of tensors that is not known.
+    FormatError if it is damaged, of an unknown version, or has a type of tensors that is not known.
     """
     cursor = _Cursor(size, read)
     if cursor.take(len(MAGIC)) != MAGIC:

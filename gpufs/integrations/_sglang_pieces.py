@@ -162,13 +162,7 @@ def weights_label(model_config: Any, key: Mapping[str, Any]) -> str:
 
 
 def build(phases: Phases, load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn.Module:
-    """Build a model whose parameters are in the file's memory, as SGLang's loader for its weight cache does.
-
-    Raises
-    ------
-    Exception
-        Whatever SGLang raises.
-    """
+    """Build a model in the file's memory, as SGLang's loader for its weight cache does. Raises what SGLang raises."""
     quantisation = _get_quantization_config(model_config, load_config)
     with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):

@@ -129,11 +129,7 @@ class Loaded:
 def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
     """Return a model with shared weights if that is possible, and with weights of its own otherwise.
 
-    Parameters
-    ----------
-    server : ModelServer
-    shared : SharedWeights or None
-        None if this rank cannot share its weights.
+    ``shared``: None if this rank cannot share its weights.
     """
     if not server.all_agree(shared is not None) or shared is None:
         return Loaded(server.load())
@@ -173,16 +169,9 @@ def open_weights(
     claimed: bool = False,
     phases: Phases | None = None,
 ) -> OpenWeights | None:
-    """Attach shared weights. None if there are none that can be used.
+    """Attach shared weights. None if there are none that can be used: the ``logger`` gets the reason.
 
-    Parameters
-    ----------
-    logger : logging.Logger, optional
-        Where to say why weights that are there cannot be used.
-    verify, phases
-        As for :meth:`SharedWeights.open`.
-    claimed : bool
-        Whether their name is claimed, so that damaged ones can be removed.
+    ``claimed``: their name is claimed, so that damaged ones can be removed.
     """
     try:
         return shared.open(verify=verify, phases=phases)
@@ -309,21 +298,10 @@ def is_on_mount(path: str | os.PathLike[str]) -> bool:
 
 
 def device_directory(device: torch.device, near: str | os.PathLike[str], mountpoint: str | None = None) -> Path:
-    """Return the directory of a mount in which files are memory of the device.
+    """Return the directory of a mount in which files are memory of the device: a GPU, or the CPU for host memory.
 
-    Parameters
-    ----------
-    device : torch.device
-        A GPU, or the CPU for mounts of host memory.
-    near : path
-        A directory. If it lies on a mount, only that one counts.
-    mountpoint : str, optional
-        The one mount that counts.
-
-    Raises
-    ------
-    NoDirectoryError
-        No mount has the device, or several have it.
+    ``near``: a directory; if it lies on a mount, only that one counts. ``mountpoint``: the one mount that counts.
+    NoDirectoryError if no mount has the device, or several have it.
     """
     entries = [entry for entry in mounting.mounts() if entry.root == "/"]
     if mountpoint is not None:

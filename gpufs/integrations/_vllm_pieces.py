@@ -138,13 +138,7 @@ def weights_label(model_config: Any, key: dict[str, Any]) -> str:
 
 
 def build(phases: Phases, vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights) -> Any:
-    """Build a model whose parameters are in the file's memory, as vLLM's loader for `ipc_cache` does.
-
-    Raises
-    ------
-    Exception
-        Whatever vLLM raises.
-    """
+    """Build a model in the file's memory, as vLLM's loader for `ipc_cache` does. Raises what vLLM raises."""
     device = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
     with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):

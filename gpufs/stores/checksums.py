@@ -41,13 +41,7 @@ def of_etag(etag: str | None, size: int) -> Checksum | None:
 
 
 class Verification:
-    """Takes a copy's bytes in order, and compares them with the store's checksum.
-
-    Attributes
-    ----------
-    sha256
-        The SHA-256 of the bytes so far.
-    """
+    """Takes a copy's bytes in order, and compares them with the store's checksum."""
 
     def __init__(self, expected: Checksum | None, size: int) -> None:
         self._expected = expected
