@@ -6,9 +6,10 @@ They are in the directory of its device on a mount.
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -260,6 +261,24 @@ def _publish(server: ModelServer, model: torch.nn.Module, shared: SharedWeights)
         server.phases,
     )
     return weights
+
+
+def private_pieces(name: str) -> tuple[Any, str]:
+    """Import the module with what is private to a server. None, and why, for a version of the server without it."""
+    try:
+        return importlib.import_module(f"gpufs.integrations.{name}"), ""
+    except ImportError as error:
+        return None, str(error)
+
+
+def weights_label(model: str, server: str, key: Mapping[str, Any], groups: Sequence[str], *, is_draft: bool) -> str:
+    """Return a name that people read: of the model, of the server and its version, and of the rank of several."""
+    parts = [os.path.basename(os.path.normpath(model)), f"{server}-{key[f'{server}_version']}"]
+    parts += ["draft"] if is_draft else []
+    for name in groups:
+        if key[f"{name}_size"] > 1:
+            parts.append(f"{name}{key[f'{name}_rank']}of{key[f'{name}_size']}")
+    return "-".join(parts)
 
 
 def refuse_reload(model: torch.nn.Module) -> None:
