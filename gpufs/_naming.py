@@ -20,14 +20,9 @@ def named_in(module: str) -> Callable[[T], T]:
 
 
 def lazy(package: dict[str, object], modules: Mapping[str, str]) -> Callable[[str], object]:
-    """Return a ``__getattr__`` for a package.
+    """Return a ``__getattr__`` for a package: its ``globals()`` keep what has been loaded.
 
-    Parameters
-    ----------
-    package
-        The package's ``globals()``, which keep what has been loaded.
-    modules
-        The module of the package that has each name; with a dot before it, one beside the package.
+    ``modules``: the module of the package that has each name; with a dot before it, one beside the package.
     """
 
     def load(name: str) -> object:

@@ -6,36 +6,18 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """Facts about a driver that need not open it.
+    """Facts about a driver that need not open it."""
 
-    Attributes
-    ----------
-    devices
-        Its devices, for people.
-    dlpack
-        DLPack's kind of their memory.
-    dlpack_reachable
-        Further kinds of DLPack whose memory belongs to this driver: pinned and managed memory.
-    kernel_device
-        The file by which the kernel shows such a device; empty for host memory.
-    hiding
-        Variables by which users hide devices from programs.
-    libraries
-        The names of the vendor's library, the newest first.
-    prefix
-        What the names of its functions begin with.
-    reserved_streams
-        Streams that a consumer of DLPack may not name, by the array API standard: 0 is ambiguous in CUDA, 1 and 2
-        exist only there.
-    """
-
-    devices: str
-    dlpack: int
+    devices: str  # its devices, for people
+    dlpack: int  # DLPack's kind of their memory
+    # Further kinds of DLPack whose memory belongs to this driver: pinned and managed memory.
     dlpack_reachable: tuple[int, ...] = ()
-    kernel_device: str = ""
-    hiding: tuple[str, ...] = ()
-    libraries: tuple[str, ...] = ()
-    prefix: str = ""
+    kernel_device: str = ""  # the file by which the kernel shows such a device; empty for host memory
+    hiding: tuple[str, ...] = ()  # variables by which users hide devices from programs
+    libraries: tuple[str, ...] = ()  # the names of the vendor's library, the newest first
+    prefix: str = ""  # what the names of its functions begin with
+    # Streams that a consumer of DLPack may not name, by the array API standard: 0 is ambiguous in CUDA, 1 and 2 exist
+    # only there.
     reserved_streams: tuple[int, ...] = ()
 
 

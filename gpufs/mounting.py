@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from gpufs import syscalls
 from gpufs.exceptions import DEAD
+from gpufs.syscalls import closed_after
 
 FUSE_DEVICE: Final = "/dev/fuse"
 FILESYSTEM_TYPE: Final = "fuse.gpufs"
@@ -265,12 +266,9 @@ def _mount_directly(
         fuse = _open_device()
         opened.callback(os.close, fuse)
         try:
-            directory = _open_directory(mountpoint)
-            try:
+            with closed_after(_open_directory(mountpoint)) as directory:
                 ids = f"user_id={os.geteuid()},group_id={os.getegid()}"
                 _mount_on(directory, source, 0, flags, f"fd={fuse},{ids},{options}")
-            finally:
-                os.close(directory)
         except OSError as failure:
             raise OSError(failure.errno, f"{mountpoint}: mount failed: {failure.strerror}") from None
         try:
@@ -382,13 +380,10 @@ def mount(
 @contextmanager
 def _opened(entry: MountEntry) -> Iterator[int]:
     """Open the mount's root. OSError EINVAL if another mount has taken its place."""
-    fd = os.open(entry.mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with closed_after(os.open(entry.mountpoint, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
         if _number_of(fd) != entry.number:
             raise OSError(errno.EINVAL, f"{entry.mountpoint}: no longer this mount")
         yield fd
-    finally:
-        os.close(fd)
 
 
 def remount(entry: MountEntry, flags: Collection[str]) -> None:

@@ -9,7 +9,7 @@ import stat
 from contextlib import suppress
 from typing import Final, Self
 
-from gpufs.syscalls import path_of
+from gpufs.syscalls import closed_after, path_of
 
 PREFIX: Final = ".gpufs-part-"
 PERMISSIONS: Final = 0o777
@@ -50,18 +50,11 @@ class NewFile:
     """A new file in an open directory, which stays the caller's.
 
     A temporary name belongs to a living process as long as the file is locked.
-
-    Attributes
-    ----------
-    fd : int
-        The file, open for reading and writing; -1 once it is closed.
-    temporary : str
-        The name until it is complete, if it has one.
     """
 
     def __init__(self, directory: int, fd: int, temporary: str, *, is_named: bool) -> None:
-        self.fd = fd
-        self.temporary = temporary
+        self.fd = fd  # open for reading and writing; -1 once it is closed
+        self.temporary = temporary  # the name until it is complete, if it has one
         self._directory = directory
         self._is_named = is_named
 
@@ -160,11 +153,10 @@ def remove_leftovers(directory: int) -> None:
         if not name.startswith(PREFIX):
             continue
         try:
-            file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-            try:
+            with closed_after(
+                os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            ) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(name, dir_fd=directory)
-            finally:
-                os.close(file)
         except OSError:
             pass  # locked by its writer, gone, or another user's

@@ -10,8 +10,9 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 if TYPE_CHECKING:
     import socket
@@ -137,6 +138,15 @@ def path_of(fd: int) -> str:
     return f"/proc/self/fd/{fd}"
 
 
+@contextmanager
+def closed_after(fd: int) -> Iterator[int]:
+    """Yield a descriptor, and close it at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def close_all(descriptors: Iterable[int]) -> None:
     """Closes descriptors, whatever close(2) returns. May block as their file systems do."""
     for fd in descriptors:
@@ -144,6 +154,22 @@ def close_all(descriptors: Iterable[int]) -> None:
             os.close(fd)
         except OSError:
             pass
+
+
+class Closing:
+    """Something that closes at the end of ``with``."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
 
 
 # ---- the calling thread, and this process ----

@@ -2,20 +2,8 @@
 
 
 def bytes_text(size: float | None) -> str:
-    """Return a number of bytes for people.
+    """Return a number of bytes for people: "1.5 GiB" or "512 B", in powers of 1024; "-" for None.
 
-    Parameters
-    ----------
-    size
-        In bytes; None if it is unknown.
-
-    Returns
-    -------
-    str
-        For example "1.5 GiB", "512 B", or "-" for None. Units are powers of 1024.
-
-    Examples
-    --------
     >>> bytes_text(1536)
     '1.5 KiB'
     """

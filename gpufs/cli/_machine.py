@@ -14,6 +14,7 @@ from typing import Any, Final
 from gpufs import config
 from gpufs.cli import _answers, _mounts
 from gpufs.mounting import MountEntry
+from gpufs.syscalls import closed_after
 from gpufs.units import bytes_text
 
 _PROBE_SECONDS: Final = 30.0
@@ -222,8 +223,7 @@ def _path(path: str) -> dict[str, Any]:
     """Return {"file_system", "device" (such as "8:1"), "offset_align", "memory_align", "refusals"}."""
     from gpufs import engine
 
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
+    with closed_after(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
         with engine.Engine("host", devices=1, memory_bytes=_HOST_BYTES) as opened:
             with engine.BackingFile(opened, fd) as backing:
                 info = backing.info
@@ -236,8 +236,6 @@ def _path(path: str) -> dict[str, Any]:
                     "memory_align": info.memory_align,
                     "refusals": list(info.fastpath_refusals),
                 }
-    finally:
-        os.close(fd)
 
 
 def _answer(kind: str, name: str) -> dict[str, Any]:

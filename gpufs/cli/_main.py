@@ -57,11 +57,10 @@ class _Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
-            import difflib
+            from gpufs.config import suggestion
 
-            near = difflib.get_close_matches(args[0], VISIBLE, 1)
-            hint = f" Did you mean '{near[0]}'?" if near else f" There are: {', '.join(VISIBLE)}."
-            ctx.fail(f"No such command '{args[0]}'.{hint}")
+            hint = suggestion(args[0], VISIBLE) or f". There are: {', '.join(VISIBLE)}."
+            ctx.fail(f"No such command '{args[0]}'{hint}")
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:

@@ -236,9 +236,9 @@ def restore(source: tuple[Manifest, str], destination: str | None, options: Save
             restore = Restore(
                 manifest,
                 part,
-                destination,
                 report,
                 report.cancel,
+                destination,
                 overwrite=options.overwrite,
                 verify=options.verify,
                 context=context,

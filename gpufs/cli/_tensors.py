@@ -29,7 +29,7 @@ from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error
 from gpufs.formats.elements import block_bytes, element_bits, unit_bytes
 from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType, Layout, TensorPlace, parse_shape
 from gpufs.formats.table import PREFIX_BYTES, Format, read_layout, recognize
-from gpufs.syscalls import path_of
+from gpufs.syscalls import closed_after, path_of
 
 REGISTERED: Final = "registered"  # the format of a directory of registered tensors
 _THREADS: Final = 4
@@ -51,15 +51,7 @@ def shape_text(place: TensorPlace) -> str:
 
 
 class Contents:
-    """An open file. Any thread may read.
-
-    Attributes
-    ----------
-    size, held_bytes
-        The file's size, and the memory or disk that it uses, in bytes.
-    place
-        What holds it: "gpu0", or the host's file system.
-    """
+    """An open file. Any thread may read."""
 
     def __init__(self, path: str) -> None:
         """Open the file. OSError if it cannot be read, or is not a regular file."""
@@ -67,18 +59,17 @@ class Contents:
             named = open_path(Entry.of(path))  # opening a FIFO or a device in another way has effects
         except OSError as failure:
             raise link_error(failure, path) from None
-        try:
+        with closed_after(named):
             kind = os.fstat(named).st_mode
             if not stat.S_ISREG(kind):
                 error = EISDIR if stat.S_ISDIR(kind) else EINVAL
                 raise OSError(error, "is a directory" if error == EISDIR else "is not a regular file", path)
             self._fd = os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            os.close(named)
         status = os.fstat(self._fd)
         self.path = path
         self.size = status.st_size
-        self.held_bytes = held_bytes(status)
+        self.held_bytes = held_bytes(status)  # memory or disk that it uses
+        # What holds it: "gpu0", or the host's file system.
         self.place = mounting.place_of(self._fd, mounting.by_device().get(status.st_dev, []))
 
     def __enter__(self) -> Self:
@@ -151,31 +142,17 @@ def _registered_files(folder: str) -> list[str]:
 
 
 class TensorFiles:
-    """The open files of one name on the command line: one file, those of a checkpoint, or those of registered tensors.
-
-    Attributes
-    ----------
-    format
-        The format's name, such as "safetensors" or "raw"; None if it is unknown.
-    has_tensors
-        Whether the tensors, if there are any, are known. Not if gpufs does not read the format, or they are compressed.
-    kind
-        The format of a file whose tensors are not known.
-    tensors
-        In the order of the files and of their offsets.
-    registered
-        Whether the program that registered the file gave the type.
-    """
+    """The open files of one name on the command line: one, those of a checkpoint, or those of registered tensors."""
 
     def __init__(self, path: str, given: GivenType | None = None) -> None:
         """Open the files. FormatError if a header or an index is damaged, or ``given`` does not fit; OSError."""
         self.path = path
-        self.kind: Format | None = None
-        self.format: str | None = None
+        self.kind: Format | None = None  # of a file whose tensors are not known
+        self.format: str | None = None  # its name, such as "safetensors" or "raw"; None: unknown
         self.metadata: dict[str, str] | None = None
-        self.tensors: list[Tensor] = []
-        self.registered = False
-        self.has_tensors = False
+        self.tensors: list[Tensor] = []  # in the order of the files and of their offsets
+        self.registered = False  # the program that registered the file gave the type
+        self.has_tensors = False  # they are known: gpufs reads the format, and they are not compressed
         is_checkpoint = os.path.isdir(path) or path.endswith(".safetensors.index.json")
         try:
             checkpoint = find_files(path) if is_checkpoint else CheckpointFiles((path,))

@@ -36,23 +36,14 @@ Key = tuple[Any, ...]
 
 @dataclass(slots=True)
 class Reading:
-    """The report of a mount, or the reason why there is none.
-
-    Attributes
-    ----------
-    activity
-        The content of `.gpufs/activity`.
-    moved
-        Bytes so far, in both directions, by what moved them.
-    at
-        Seconds of the monotonic clock.
-    """
+    """The report of a mount, or the reason why there is none."""
 
     mountpoint: str
+    # The content of `.gpufs/activity`.
     activity: dict[str, Any] = field(default_factory=lambda: {"devices": [], "files": [], "copies": [], "leases": []})
-    moved: dict[Key, int] = field(default_factory=dict)
+    moved: dict[Key, int] = field(default_factory=dict)  # bytes so far, in both directions, by what moved them
     error: OSError | None = None
-    at: float = field(default_factory=time.monotonic)
+    at: float = field(default_factory=time.monotonic)  # seconds of the monotonic clock
 
 
 @click.command(name="top")

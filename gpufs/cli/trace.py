@@ -178,12 +178,7 @@ def _keep(records: IO[bytes], data: bytes) -> None:
 class Converter:
     """Write the events of a stream of records as the JSON that Perfetto and chrome://tracing open, one a line.
 
-    Parameters
-    ----------
-    sink
-        A text file, which the caller closes.
-    facts
-        Goes into the file as ``otherData``.
+    ``sink`` stays the caller's; ``facts`` go into the file as ``otherData``.
     """
 
     def __init__(self, sink: IO[str], facts: dict[str, str]) -> None:

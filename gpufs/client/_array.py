@@ -13,6 +13,7 @@ from gpufs.drivers import DRIVERS, HOST
 from gpufs.engine import Mapping, dlpack_capsule
 from gpufs.formats.element_types import UINT8, ElementType, element_type
 from gpufs.modes import Mode
+from gpufs.syscalls import Closing
 
 Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]"
 
@@ -41,7 +42,7 @@ class AttachedFile(Protocol):
 
 
 @named_in("gpufs")
-class DeviceArray:
+class DeviceArray(Closing):
     """The memory behind a file of a gpufs mount, as an array. `gpufs.attach` makes one.
 
     It is the memory itself and not a copy, unless ``private`` is true: programs that read the file see what this one
@@ -409,12 +410,6 @@ class DeviceArray:
         if self._exported:
             self._kept = self._attached
         self._attached = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __reduce__(self) -> str:
         raise TypeError("a DeviceArray cannot be copied or pickled: attach the file in the other process")

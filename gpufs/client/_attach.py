@@ -22,7 +22,7 @@ from gpufs.engine import Mapping, SharedPiece
 from gpufs.exceptions import NotOnMount, failure_of_mount, text_of
 from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
-from gpufs.syscalls import close_all, path_of
+from gpufs.syscalls import close_all, closed_after, path_of
 
 GRANULE: Final = 2 << 20  # files below this size share memory with others
 # Addresses that are reserved so that a file can grow while it is attached.
@@ -153,26 +153,15 @@ class Attachment:
     def take_version(self, path: str, check: Callable[[int], None]) -> bool:
         """Map the file that has a name now at the addresses of this one, and end the lease on this one.
 
-        A failure leaves everything as it is, unless its text says otherwise. What sleeps is awake afterwards.
-
-        Parameters
-        ----------
-        path
-            The name.
-        check
-            Called with an open descriptor of the file. What it raises refuses the version.
-
-        Returns
-        -------
-        bool
-            False if it is this file, or there is none.
+        A failure leaves everything as it is, unless its text says otherwise. What sleeps is awake afterwards. ``check``
+        gets an open descriptor of the file; what it raises refuses the version. False if it is this file, or none.
         """
         with self._lock:
             try:
                 fd, mounts = _open_file(path, self.mode)
             except FileNotFoundError:
                 return False
-            try:
+            with closed_after(fd):
                 status = os.fstat(fd)
                 if (status.st_dev, status.st_ino) == self.identity:
                     return False
@@ -180,8 +169,6 @@ class Attachment:
                     raise OSError(errno.EXDEV, "the new version is on another mount", path)
                 check(fd)
                 connection, (answer, pieces) = _lease(fd, mounts, self.mode, self.placement)
-            finally:
-                os.close(fd)
             try:
                 self._check_version(answer, pieces, path)
                 self.mapping.clear()  # waits for all work on the device; a failure unmaps nothing
@@ -285,7 +272,7 @@ def _add(mapping: Mapping, pieces: list[SharedPiece], answer: protocol.Attached,
 def _open_file(path: str, mode: Mode) -> tuple[int, list[MountEntry]]:
     """Open the file with as many rights as there are; returns its mounts, too. OSError if no memory is behind it."""
     named = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opening a FIFO or a device in another way has effects
-    try:
+    with closed_after(named):
         status = os.fstat(named)
         mounts = mounting.by_device().get(status.st_dev)
         if mounts is None:
@@ -301,8 +288,6 @@ def _open_file(path: str, mode: Mode) -> tuple[int, list[MountEntry]]:
             if mode == READ_WRITE or error.errno not in _READ_ONLY:
                 raise
         return os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC), mounts
-    finally:
-        os.close(named)
 
 
 def _lease(fd: int, mounts: list[MountEntry], mode: Mode, placement: int | None) -> tuple[Connection, Memory]:

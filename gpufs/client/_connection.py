@@ -14,14 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final, NoReturn, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias
 
 from gpufs import protocol, syscalls
 from gpufs._version import __version__
 from gpufs.client._cancellation import Cancellation
 from gpufs.exceptions import with_user_names
 from gpufs.modes import Mode
-from gpufs.syscalls import close_all
+from gpufs.syscalls import Closing, close_all
 
 if TYPE_CHECKING:
     from gpufs.client._shared_memory import MemoryShare
@@ -84,7 +84,7 @@ class _Pending:
         self.pieces += map(SharedPiece, message.offsets, message.sizes, descriptors)
 
 
-class Connection:
+class Connection(Closing):
     """A connection to a daemon, with the copies, leases and registrations that this process has through it.
 
     Any thread may call. One request at a time is sent and waited for, and answers are matched by number: an answer that
@@ -166,12 +166,6 @@ class Connection:
         self._lose()
         self._pending.clear()
         self._lock = threading.Lock()  # a thread of the parent's may hold the old one
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---- requests ----
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from gpufs import mounting
 from gpufs.exceptions import NotOnMount
 from gpufs.mounting import MountEntry
-from gpufs.syscalls import identity
+from gpufs.syscalls import closed_after, identity
 
 if TYPE_CHECKING:
     from gpufs.client._connection import Connection  # which the copy of a small file does not need
@@ -37,22 +37,12 @@ T = TypeVar("T")
 def connect(st_dev: int, mounts: list[MountEntry], *, trusting: bool = False) -> Connection:
     """Connect to the daemon of a mount.
 
-    Parameters
-    ----------
-    st_dev
-        The device number of its files.
-    mounts
-        Where it is mounted.
-    trusting
-        Whether to accept the daemon of any user, for a client that passes it only descriptors of its own mount. In a
-        container with a user namespace root's daemon can look like another user's.
-
-    Raises
-    ------
-    OSError
-        The reason is its text: the mount's root is not visible here, no service answers there, its socket is closed to
-        others (EACCES), it has too many connections (EBUSY), or it is neither ours nor root's (EPERM).
+    ``trusting``: accept the daemon of any user, for a client that passes it only descriptors of its own mount. In a
+    container with a user namespace root's daemon can look like another user's. The text of an OSError is the reason:
+    the mount's root is not visible here, no service answers there, its socket is closed to others (EACCES), it has too
+    many connections (EBUSY), or it is neither ours nor root's (EPERM).
     """
+
     from gpufs.client._connection import Connection
 
     for pause in _RECONNECT_PAUSES:
@@ -90,13 +80,10 @@ def _find_socket(st_dev: int, mounts: list[MountEntry]) -> str:
 
 def _socket_path(file: str, st_dev: int) -> str | None:
     """The path that the mount's control file names, None if something else is mounted over it."""
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with closed_after(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)) as fd:
         if os.fstat(fd).st_dev != st_dev:
             return None
         return os.read(fd, _PATH_MAX).decode(errors="surrogateescape").strip()
-    finally:
-        os.close(fd)
 
 
 def control_file(entry: MountEntry, name: str) -> dict[str, Any]:
@@ -154,8 +141,7 @@ def bring_back(path: str) -> None:
 
 
 def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) -> None:
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
-    try:
+    with closed_after(os.open(path, os.O_PATH | os.O_CLOEXEC | flags)) as fd:
         st_dev = identity(fd).st_dev
         mounts = mounting.by_device().get(st_dev)
         if mounts is None:
@@ -167,8 +153,6 @@ def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) 
                 ask(daemon, fd)
 
         repeat_if_it_dies(ask_once)
-    finally:
-        os.close(fd)
 
 
 def repeat_if_it_dies(ask: Callable[[], T]) -> T:

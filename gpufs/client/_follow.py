@@ -6,8 +6,7 @@ import copy
 import errno
 import os
 from collections.abc import Callable
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from gpufs._naming import named_in
 from gpufs.client._array import DeviceArray
@@ -16,13 +15,14 @@ from gpufs.exceptions import failure_of_mount
 from gpufs.formats import FormatError
 from gpufs.formats.versions import FileLayout
 from gpufs.modes import COPY_ON_WRITE
+from gpufs.syscalls import Closing
 
 # Why a version cannot be used as long as it does not change. Other failures may end without a change of it.
 _UNTIL_IT_CHANGES: Final = (errno.EACCES, errno.EXDEV, errno.EINVAL, errno.EISDIR)
 
 
 @named_in("gpufs")
-class Follower:
+class Follower(Closing):
     """Keeps attached memory at the newest version of its file. `gpufs.follow` and `gpufs.torch.follow` make one.
 
     The memory stays attached as long as this object, or anything made of the memory, exists.
@@ -167,14 +167,6 @@ class Follower:
         if self._attachment is None:
             raise ValueError(f"what followed {self.path} is closed")
         return self._attachment
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<gpufs.Follower of {self.path}: version {self.version}>"

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any
 
 from gpufs import mounting
 from gpufs._naming import named_in
@@ -18,13 +18,14 @@ from gpufs.drivers import HOST
 from gpufs.engine._arrays import ArrayMemory, array_memory
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType
+from gpufs.syscalls import Closing, closed_after
 
 # Those that have not been closed: the connections and the arrays of these stay, also where the program drops them.
 _registrations: set[Registration] = set()
 
 
 @named_in("gpufs")
-class Registration:
+class Registration(Closing):
     """Memory of this program that is a file until :meth:`close`, or until the program ends.
 
     Attributes
@@ -78,12 +79,6 @@ class Registration:
 
     def __repr__(self) -> str:
         return f"<gpufs.Registration {self.path} ({self.nbytes} bytes{', closed' if self.closed else ''})>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def register_array(array: Any, name: str, size: int | None, mode: int) -> Registration:
@@ -151,8 +146,7 @@ def _share(memory: ArrayMemory, driver: str) -> MemoryShare:
 def _create(
     connection: Connection, share: MemoryShare, path: str, mode: int, memory: ArrayMemory, kind: GivenType | None
 ) -> Registration:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-    try:
+    with closed_after(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)) as file:
         try:
             if kind is not None:
                 with suppress(OSError):  # in a file that its owner may not write, or without memory for metadata
@@ -163,5 +157,3 @@ def _create(
             if os.path.samestat(os.fstat(file), os.lstat(path)):
                 os.unlink(path)
             raise
-    finally:
-        os.close(file)

@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from gpufs._naming import named_in
 from gpufs.client._register import Registration, register_array
 from gpufs.exceptions import failure_of_mount
+from gpufs.syscalls import Closing
 
 
 class Module(Protocol):
@@ -21,7 +22,7 @@ class Module(Protocol):
 
 
 @named_in("gpufs")
-class ModuleRegistration:
+class ModuleRegistration(Closing):
     """The tensors of a module that are files until :meth:`close`, or until the program ends.
 
     Attributes
@@ -70,12 +71,6 @@ class ModuleRegistration:
     def __repr__(self) -> str:
         closed = ", closed" if self.closed else ""
         return f"<gpufs.ModuleRegistration {self.path} ({len(self.tensors)} tensors, {self.nbytes} bytes{closed})>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def register_module(module: Module, directory: str, mode: int) -> ModuleRegistration:

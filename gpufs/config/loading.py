@@ -7,9 +7,7 @@
 4. the default.
 """
 
-import difflib
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from errno import ENOENT, ENOTDIR
@@ -61,6 +59,8 @@ def _read_file(path: Path, required: bool) -> tuple[dict[str, Any], dict[str, di
         if not required and path.exists() and not path.is_file():
             raise ConfigError(f"configuration file {path}: not a regular file")
         content = path.read_bytes().decode()
+        import tomllib  # most machines have no file
+
         table = tomllib.loads(content)
     except OSError as error:
         # ENOTDIR: the home of a system user may be /dev/null.
@@ -133,6 +133,8 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return the end of a message about a wrong word: which of the known ones is meant, if one is close."""
+    import difflib
+
     near = difflib.get_close_matches(word, known, 1)
     return f", is it {near[0]}?" if near else ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,8 +57,5 @@ def has_checksum(copy: Entry, sha256: str, cancel: Cancellation) -> bool:
 @contextmanager
 def _opened(entry: Entry, size: int | None) -> Iterator[int]:
     """Open a regular file, of this size unless that is None; -1 if it is another one."""
-    opened = open_source(entry)
-    try:
+    with open_source(entry) as opened:
         yield opened.fd if stat.S_ISREG(opened.status.st_mode) and size in (None, opened.status.st_size) else -1
-    finally:
-        os.close(opened.fd)

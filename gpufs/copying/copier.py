@@ -8,7 +8,7 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from gpufs._naming import named_in
 from gpufs.client._cancellation import Cancellation
@@ -25,7 +25,7 @@ from gpufs.copying.types import (
     NotOnMountCopyError,
     Outcome,
 )
-from gpufs.syscalls import close_all
+from gpufs.syscalls import Closing
 
 if TYPE_CHECKING:
     from gpufs.copying.store_copy import StoreCopies
@@ -36,7 +36,7 @@ Progress: TypeAlias = Callable[[CopyProgress], None] | None
 
 
 @named_in("gpufs.client")
-class Copier:
+class Copier(Closing):
     """Copies files one after the other or from several threads, and keeps its connections to daemons for the next.
 
     Parameters
@@ -80,12 +80,6 @@ class Copier:
         if self._store_copies is not None:
             self._store_copies.close()
         self.context.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def copy_file(
         self, source: str, destination: str, *, progress: Progress = None, cancel: Cancellation | None = None
@@ -134,11 +128,8 @@ class Copier:
             raise CopyError(errno.ECANCELED, "", source.path, destination.path)
         if not destination.path:
             raise CopyError(errno.ENOENT, "", destination.path)
-        opened = entries.open_source(source)
-        try:
+        with entries.open_source(source) as opened:
             return self._copy(opened, destination, progress, cancel)
-        finally:
-            close_all((opened.fd,))
 
     def copy_to_each(
         self,
@@ -213,8 +204,6 @@ class Copier:
             with destination.located() as located:
                 job = CopyJob.open(self.context, source, located, stream=stream, progress=progress, cancel=cancel)
                 return job.run()
-        except CopyError:
-            raise
         except OSError as error:  # of the destination's directory
             raise entries.open_failure(error, destination.path) from None
 
@@ -222,16 +211,13 @@ class Copier:
         self, source: Entry, destination_fd: int, *, progress: Progress = None, cancel: Cancellation | None = None
     ) -> CopyResult:
         """Copy a file into a pipe, or another open file, whose descriptor stays the caller's."""
-        opened = entries.open_source(source)
-        try:
+        with entries.open_source(source) as opened:
             if opened.status.st_dev not in self.context.mounts():
                 raise NotOnMountCopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
             output = OpenFile(Entry.of(STREAM), destination_fd, os.fstat(destination_fd))
             if stat.S_ISREG(opened.status.st_mode) and os.path.samestat(opened.status, output.status):
                 raise CopyError(errno.EINVAL, "is the same file as the output", source.path)
             return CopyJob(self.context, opened, output, progress=progress, cancel=cancel).run_to_stream()
-        finally:
-            close_all((opened.fd,))
 
 
 def _check_callbacks(progress: object, cancel: object) -> None:

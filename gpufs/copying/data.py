@@ -48,19 +48,7 @@ class DeviceError(OSError):
 
 
 class DataCopy:
-    """The bytes of one copy: two open files, which stay the caller's, and what has been moved.
-
-    Attributes
-    ----------
-    done, total
-        Bytes that have been copied from the start without a gap, and those to copy: 0 for a stream.
-    method, paths, refusals
-        As of CopyResult.
-    synced
-        Whether the destination is on its disk already.
-    keeps_size
-        The destination is registered memory, whose size nobody can change: holes are written as zeros.
-    """
+    """The bytes of one copy: two open files, which stay the caller's, and what has been moved."""
 
     def __init__(
         self,
@@ -72,13 +60,13 @@ class DataCopy:
     ) -> None:
         self.source_fd = source_fd
         self.destination_fd = destination_fd
-        self.total = total
-        self.done = 0
-        self.method = "mount"
+        self.total = total  # bytes to copy: 0 for a stream
+        self.done = 0  # bytes that have been copied from the start without a gap
+        self.method = "mount"  # and the next two: as of CopyResult
         self.paths: dict[str, int] = {}
         self.refusals: tuple[str, ...] = ()
-        self.synced = False
-        self.keeps_size = False
+        self.synced = False  # the destination is on its disk already
+        self.keeps_size = False  # it is registered memory, whose size nobody can change: holes are written as zeros
         self.cancel = cancel
         self._progress = progress
         self._reported = 0.0

@@ -11,12 +11,12 @@ import os
 import stat
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, Self
 
 from gpufs import syscalls
 from gpufs.copying.types import CopyError, DaemonDiedCopyError, NotOnMountCopyError
 from gpufs.exceptions import DEAD, text_of
-from gpufs.syscalls import path_of
+from gpufs.syscalls import close_all, closed_after, path_of
 
 NEITHER: Final = "neither of them is on a gpufs mount: use cp"
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
@@ -91,19 +91,22 @@ class Entry(NamedTuple):
         if self.directory is not None:
             yield self
             return
-        fd = os.open(os.path.dirname(self.path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closed_after(os.open(os.path.dirname(self.path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             yield Entry(self.path, os.path.basename(self.path) or ".", fd, self.follow)
-        finally:
-            os.close(fd)
 
 
 class OpenFile(NamedTuple):
-    """One end of a copy: its name, its descriptor, and its attributes when it was opened."""
+    """One end of a copy: its name, its descriptor, and its attributes when it was opened. ``with`` closes it."""
 
     entry: Entry
     fd: int
     status: os.stat_result
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        close_all((self.fd,))
 
 
 def is_inside(path: str, directory: str) -> bool:
@@ -139,13 +142,14 @@ def find_targets(
         name = os.path.basename(source.rstrip("/")) or "."
         name = "." if name == ".." else name
         named.append((source, Entry(os.path.join(destination, name), name, opened, follow)))
-    try:
+    with closed_after(opened):
         yield named
-    finally:
-        os.close(opened)
 
 
 def open_failure(error: OSError, path: str) -> CopyError:
+    """The error for the user; one that is for the user already stays what it is."""
+    if isinstance(error, CopyError):
+        return error
     cls = DaemonDiedCopyError if error.errno in DEAD else CopyError
     return cls(error.errno or errno.EIO, text_of(error), path)
 
@@ -166,22 +170,17 @@ def _check_kind(path: str, status: os.stat_result) -> None:
 def open_source(entry: Entry) -> OpenFile:
     """The source, open for reading. CopyError if it cannot be opened."""
     try:
-        named = open_path(entry)
-        try:
+        with closed_after(open_path(entry)) as named:
             kind = os.fstat(named)
             if stat.S_ISDIR(kind.st_mode):
                 raise CopyError(errno.EISDIR, "is a directory", entry.path)
             _check_kind(entry.path, kind)
             fd = os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
-        finally:
-            os.close(named)
         try:
             return OpenFile(entry, fd, os.fstat(fd))
         except BaseException:
             os.close(fd)
             raise
-    except CopyError:
-        raise
     except OSError as error:
         raise open_failure(error, entry.path) from None
 
@@ -238,8 +237,6 @@ def open_destination(
                 continue  # another process has just removed it
             finally:
                 os.close(named)
-    except CopyError:
-        raise
     except OSError as error:
         raise open_failure(error, entry.path) from None
     raise CopyError(errno.EBUSY, "other processes create and remove it all the time", entry.path)
@@ -326,8 +323,5 @@ def make_durable(fd: int, directory: int | None, *, synced: bool) -> None:
     if not synced:
         os.fsync(fd)
     if directory is not None:
-        readable = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
-        try:
+        with closed_after(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)) as readable:
             os.fsync(readable)
-        finally:
-            os.close(readable)

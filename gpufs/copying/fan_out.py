@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from gpufs.client._cancellation import Cancellation
@@ -20,6 +21,7 @@ from gpufs.copying.types import CopyError, CopyProgress, Outcome
 from gpufs.syscalls import close_all
 
 
+@dataclass(eq=False)
 class FanOut:
     """One such copy.
 
@@ -27,19 +29,14 @@ class FanOut:
     read: with N destinations the source is read once, and then about log2(N) rounds of copies run.
     """
 
-    def __init__(
-        self,
-        context: CopyContext,
-        source: Entry,
-        destinations: Sequence[Entry],
-        progress: Callable[[CopyProgress], None] | None,
-        cancel: Cancellation | None,
-    ) -> None:
-        self._context = context
-        self._source = source
-        self._destinations = destinations
-        self._progress = progress
-        self._cancel = cancel or Cancellation()
+    context: CopyContext
+    source: Entry
+    destinations: Sequence[Entry]
+    progress: Callable[[CopyProgress], None] | None
+    cancel: Cancellation | None
+
+    def __post_init__(self) -> None:
+        self._cancel = self.cancel or Cancellation()
         self._opened = ExitStack()
         self._outcomes: dict[int, Outcome] = {}  # by the place in destinations
         self._lock = threading.Lock()  # guards the next two, and calls of progress
@@ -49,23 +46,20 @@ class FanOut:
     def run(self) -> list[Outcome]:
         """Copy to all destinations. Their outcomes, in order."""
         try:
-            source = entries.open_source(self._source)
+            source = entries.open_source(self.source)
         except CopyError as error:
-            return [error] * len(self._destinations)
+            return [error] * len(self.destinations)
         with self._opened as opened:
             opened.callback(close_all, (source.fd,))
             # A failure cancels these copies, but not others of the caller's that have the same object.
             self._cancel = opened.enter_context(self._cancel.follower())
             groups: dict[int, list[tuple[int, CopyJob]]] = defaultdict(list)
             seen: set[tuple[int, int]] = set()
-            for place, destination in enumerate(self._destinations):
+            for place, destination in enumerate(self.destinations):
                 try:
                     located = opened.enter_context(destination.located())
                     job = self._open(place, source, located)
-                except CopyError as error:
-                    self._outcomes[place] = error
-                    continue
-                except OSError as error:  # of the destination's directory
+                except OSError as error:  # also of the destination's directory
                     self._outcomes[place] = entries.open_failure(error, destination.path)
                     continue
                 opened.callback(_close, job)
@@ -77,14 +71,14 @@ class FanOut:
                 seen.add((status.st_dev, status.st_ino))
                 groups[status.st_dev].append((place, job))
             for device, jobs in groups.items():
-                shares = device in self._context.mounts()
+                shares = device in self.context.mounts()
                 copies = [source] if shares and device == source.status.st_dev else []
                 self._copy_group(jobs, copies, shares=shares)
-        return [self._outcomes[place] for place in range(len(self._destinations))]
+        return [self._outcomes[place] for place in range(len(self.destinations))]
 
     def _open(self, place: int, source: OpenFile, destination: Entry) -> CopyJob:
-        progress = None if self._progress is None else partial(self._report, place)
-        return CopyJob.open(self._context, source, destination, readable=True, progress=progress, cancel=self._cancel)
+        progress = None if self.progress is None else partial(self._report, place)
+        return CopyJob.open(self.context, source, destination, readable=True, progress=progress, cancel=self._cancel)
 
     def _copy_group(self, jobs: list[tuple[int, CopyJob]], copies: list[OpenFile], *, shares: bool) -> None:
         """Copy to destinations of one file system. ``copies``: what can be read there."""
@@ -99,7 +93,7 @@ class FanOut:
                 # One that may be written only is not a source.
                 if shares and fcntl.fcntl(copied.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
                     copies.append(copied)
-        if self._context.options.preserve and len(copies) > ours:
+        if self.context.options.preserve and len(copies) > ours:
             for copy in copies[ours:]:
                 with suppress(OSError):  # this worked before
                     entries.preserve(copy.fd, attributes)  # they have been read since
@@ -138,12 +132,12 @@ class FanOut:
 
     def _report(self, place: int, progress: CopyProgress) -> None:
         """Add up the progress of all copies."""
-        assert self._progress is not None
+        assert self.progress is not None
         with self._lock:
             counts = self._moved if progress.phase == "copy" else self._verified
             counts[place] = progress.moved
-            total = progress.total * len(self._destinations)
-            self._progress(CopyProgress(sum(counts.values()), total, progress.paths, progress.phase))
+            total = progress.total * len(self.destinations)
+            self.progress(CopyProgress(sum(counts.values()), total, progress.paths, progress.phase))
 
 
 def _close(job: CopyJob) -> None:

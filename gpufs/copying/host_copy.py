@@ -28,6 +28,7 @@ from gpufs.copying.types import (
     Outcome,
     TreeOptions,
     check_options,
+    copy_error,
     error_class,
 )
 from gpufs.exceptions import text_of
@@ -99,7 +100,7 @@ def upload(
         sink.file_ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
 
     def fail_here(path: str, error: OSError) -> None:
-        sink.file_ended(path, CopyError(error.errno or errno.EIO, text_of(error), path))
+        sink.file_ended(path, copy_error(error, path))
 
     def lose(lost: Lost) -> None:
         sink.host_lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
@@ -225,7 +226,7 @@ def _upload_as_asked(
         ) as peer:
             upload(context, peer, sources, targets, request, reports)
     except OSError as error:
-        reports.host_lost(0, CopyError(error.errno or errno.EIO, text_of(error), str(error.filename)))
+        reports.host_lost(0, copy_error(error, str(error.filename)))
     channel.send(Finished())
 
 
@@ -384,8 +385,7 @@ def copy_names(
         with Route([source], destinations).connected(cancel, context.notice) as copy:
             copy(context, request, sink)
     except OSError as error:
-        failed = CopyError(error.errno or errno.EIO, text_of(error), str(error.filename or source))
-        sink.host_lost(0, error if isinstance(error, CopyError) else failed)
+        sink.host_lost(0, copy_error(error, str(error.filename or source)))
     # An error of the source is reported once.
     errors = [outcome for outcome in sink.outcomes if isinstance(outcome, CopyError)]
     other = errors[0] if errors else CopyError(errno.EIO, "nothing was copied", source)

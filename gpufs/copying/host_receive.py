@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, Literal
 
 from gpufs.client._cancellation import Cancellation
@@ -58,50 +59,22 @@ from gpufs.new_file import NewFile
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
 
 
+@dataclass(eq=False)
 class Receiver:
-    """Receives files.
+    """Receives files."""
 
-    Parameters
-    ----------
-    context
-        Of the copies of this machine.
-    channel : HostChannel
-        To the sender.
-    bases : sequence of Entry
-        The destinations of the sources, with their directories open.
-    request : HostRequest
-        The options.
-    sink : Sink
-        What is reported to.
-    cancel : Cancellation
-        Ends waits for memory.
-    peer_has_nixl : bool
-        Whether NIXL is installed there.
-    next_host : NextHost, optional
-        Gets what this side receives.
-    """
+    context: CopyContext
+    channel: HostChannel  # to the sender
+    bases: Sequence[Entry]  # the destinations of the sources, with their directories open
+    request: HostRequest
+    sink: Sink
+    cancel: Cancellation  # ends waits for memory
+    _: KW_ONLY
+    peer_has_nixl: bool
+    next_host: NextHost | None = None  # gets what this side receives
 
-    def __init__(
-        self,
-        context: CopyContext,
-        channel: HostChannel,
-        bases: Sequence[Entry],
-        request: HostRequest,
-        sink: Sink,
-        cancel: Cancellation,
-        *,
-        peer_has_nixl: bool,
-        next_host: NextHost | None = None,
-    ) -> None:
-        self._next_host = next_host
-        self._peer_has_nixl = peer_has_nixl
-        self._context = context
-        self._mounts = context.mounts()
-        self._channel = channel
-        self._bases = bases
-        self._request = request
-        self._sink = sink
-        self._cancel = cancel
+    def __post_init__(self) -> None:
+        self._mounts = self.context.mounts()
         self._folders: list[Directory | None] = []  # None: could not be created
         self._nixl: Nixl | None = None
         self._failure = ""  # why there is none
@@ -116,9 +89,9 @@ class Receiver:
         """Receive everything. Errors of the connection are raised, others are reported."""
         try:
             while True:
-                message = self._channel.receive()
-                if self._next_host is not None and isinstance(message, (Plan, Enter, Leave, Link, File, FilesDone)):
-                    self._next_host.pass_on(message)
+                message = self.channel.receive()
+                if self.next_host is not None and isinstance(message, (Plan, Enter, Leave, Link, File, FilesDone)):
+                    self.next_host.pass_on(message)
                 match message:
                     case Plan():
                         self._check_space(message)
@@ -128,7 +101,7 @@ class Receiver:
                     case memoryview():
                         pass  # measures the pipe
                     case Measure():
-                        self._channel.send(Measured())
+                        self.channel.send(Measured())
                     case Chosen():
                         self._choose(message)
                     case Enter():
@@ -143,13 +116,13 @@ class Receiver:
                         path, text = os.fsdecode(message.path), message.text
                         if message.error == errno.ENOENT and any(character in path for character in "*?["):
                             text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
-                        self._sink.file_ended(path, error_class(message.error)(message.error, text, path))
+                        self.sink.file_ended(path, error_class(message.error)(message.error, text, path))
                         self._incomplete = True
                     case FilesDone():
                         self._delete_others()
-                        if self._next_host is not None:
-                            self._next_host.finish()
-                        self._channel.send(Finished())
+                        if self.next_host is not None:
+                            self.next_host.finish()
+                        self.channel.send(Finished())
                         return
                     case _:
                         raise HostProtocolError("no file")
@@ -162,26 +135,26 @@ class Receiver:
     def _fail(self, source: str, destination: str, error: OSError) -> None:
         """Report what could not be created, other than a file."""
         number, text = error.errno or errno.EIO, text_of(error)
-        self._sink.file_ended(source, CopyError(number, text, source, destination))
-        self._channel.send(Failed(number, plain(text), os.fsencode(destination)))
+        self.sink.file_ended(source, CopyError(number, text, source, destination))
+        self.channel.send(Failed(number, plain(text), os.fsencode(destination)))
 
     def _check_space(self, plan: Plan) -> None:
-        self._sink.planned(plan.size)
-        if not (self._request.no_clobber or self._request.update):  # else nobody knows what is skipped
-            directory = self._bases[0].directory
+        self.sink.planned(plan.size)
+        if not (self.request.no_clobber or self.request.update):  # else nobody knows what is skipped
+            directory = self.bases[0].directory
             assert directory is not None
             try:
-                self._context.check_space(directory, plan.data, self._cancel)
+                self.context.check_space(directory, plan.data, self.cancel)
             except OSError as error:
-                place = os.path.dirname(self._bases[0].path.rstrip("/")) or "."
+                place = os.path.dirname(self.bases[0].path.rstrip("/")) or "."
                 raise OSError(error.errno, error.strerror, place) from None
 
     def _entry(self, source: int, name: bytes) -> Entry | None:
         """Return the destination of a name in the current directory, None if that could not be created."""
         if not self._folders:
-            if source >= len(self._bases):
+            if source >= len(self.bases):
                 raise HostProtocolError(f"source {source}")
-            return self._bases[source]._replace(follow=False)
+            return self.bases[source]._replace(follow=False)
         if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
             raise HostProtocolError(f"the name {name!r}")
         folder = self._folders[-1]
@@ -197,7 +170,7 @@ class Receiver:
 
     def _prepare(self, plan: Plan) -> None:
         """Open NIXL, as the sender does at the same time."""
-        if plan.size >= LEAST_BYTES and self._peer_has_nixl and is_installed():
+        if plan.size >= LEAST_BYTES and self.peer_has_nixl and is_installed():
             try:
                 self._nixl = Nixl()
             except ConnectionEnded as error:
@@ -208,16 +181,16 @@ class Receiver:
         try:
             if self._nixl is not None:
                 self._nixl.connect(offer)
-                rate = self._nixl.measure(self._channel.check)
+                rate = self._nixl.measure(self.channel.check)
         except ConnectionEnded as error:  # of NIXL alone
             self._failure = error.strerror or str(error)
         # A file that is written in place cannot be passed on.
-        self._channel.send(Measured(rate, plain(self._failure), in_place=self._next_host is None))
+        self.channel.send(Measured(rate, plain(self._failure), in_place=self.next_host is None))
 
     def _choose(self, chosen: Chosen) -> None:
         if not chosen.nixl:
             self._close_nixl()
-            self._sink.noticed(chosen.text)
+            self.sink.noticed(chosen.text)
         elif self._nixl is None:
             raise HostProtocolError("NIXL without an offer")
 
@@ -229,7 +202,7 @@ class Receiver:
     # ---- directories and links ----
 
     def _enter(self, message: Enter) -> None:
-        if not self._request.recursive:
+        if not self.request.recursive:
             raise HostProtocolError("a directory")
         entry = self._entry(message.source, message.name)
         self._name(message.name, "directory")
@@ -238,7 +211,7 @@ class Receiver:
             if entry is not None and not self._folders:
                 self._check_mount(entry, message.on_mount)
             if entry is not None:
-                folder = Directory(entry, message.attributes, keeps=self._request.preserve)
+                folder = Directory(entry, message.attributes, keeps=self.request.preserve)
         except OSError as error:
             assert entry is not None
             self._fail(os.fsdecode(message.path), entry.path, error)
@@ -266,45 +239,45 @@ class Receiver:
             return
         try:
             entry.check_file()
-            make_special(entry, message.attributes, message.target, keeps=self._request.preserve)
+            make_special(entry, message.attributes, message.target, keeps=self.request.preserve)
         except OSError as error:
             self._fail(os.fsdecode(message.path), entry.path, error)
 
     # ---- what the source does not have ----
 
     def _name(self, name: bytes, kind: Literal["file", "directory"]) -> None:
-        if self._request.delete:
+        if self.request.delete:
             below = [*self._path[1:], os.fsdecode(name)] if self._path else []
             self._names["/".join(below)] = kind
 
     def _delete_others(self) -> None:
-        if not self._request.delete or self._names.get("") != "directory":
+        if not self.request.delete or self._names.get("") != "directory":
             return
         if self._incomplete:
-            self._sink.noticed("nothing is deleted, for not all of the source can be read")
+            self.sink.noticed("nothing is deleted, for not all of the source can be read")
             return
-        include, exclude = self._request.patterns
+        include, exclude = self.request.patterns
         options = TreeOptions(include=include, exclude=exclude)
-        delete_others(self._bases[0], self._names, options, self._cancel, self)
+        delete_others(self.bases[0], self._names, options, self.cancel, self)
 
     def deleted(self, path: str) -> None:
         """Report what has been removed."""
-        self._channel.send(Deleted(os.fsencode(path)))
-        self._sink.deleted(path)
+        self.channel.send(Deleted(os.fsencode(path)))
+        self.sink.deleted(path)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
         """Report what could not be removed."""
         self._fail("", source, error)
 
     def _is_skipped(self, entry: Entry) -> bool:
-        return self._request.no_clobber and exists(entry, follow=False)
+        return self.request.no_clobber and exists(entry, follow=False)
 
     def _is_current(self, entry: Entry, file: File) -> bool:
-        if not self._request.update:
+        if not self.request.update:
             return False
         if not file.checksum:
             return file_is_current(entry, file.size, file.attributes.st_mtime_ns)
-        return file_is_current(entry, file.size, 0) and has_checksum(entry, file.checksum, self._cancel)
+        return file_is_current(entry, file.size, 0) and has_checksum(entry, file.checksum, self.cancel)
 
     # ---- files ----
 
@@ -315,49 +288,49 @@ class Receiver:
         self._name(file.name, "file")
         self._in_file = True
         if entry is None:
-            self._channel.send(FileResult(file.number, b"", errno.ECANCELED))  # its directory is reported already
+            self.channel.send(FileResult(file.number, b"", errno.ECANCELED))  # its directory is reported already
         elif self._is_skipped(entry) or self._is_current(entry, file):
-            self._channel.send(FileResult(file.number, os.fsencode(entry.path), skipped=True))
-            self._sink.file_ended(source, None)
+            self.channel.send(FileResult(file.number, os.fsencode(entry.path), skipped=True))
+            self.sink.file_ended(source, None)
         else:
             path = os.fsencode(entry.path)
             try:
                 stored = self._store(file, source, entry)
             except OSError as error:
-                if isinstance(error, ChannelError) or self._cancel.cancelled:
+                if isinstance(error, ChannelError) or self.cancel.cancelled:
                     raise
                 number, text = error.errno or errno.EIO, text_of(error)
-                self._channel.send(FileResult(file.number, path, number, plain(text)))
-                self._sink.file_ended(source, error_class(number)(number, text, source, entry.path))
+                self.channel.send(FileResult(file.number, path, number, plain(text)))
+                self.sink.file_ended(source, error_class(number)(number, text, source, entry.path))
             else:
                 sha256 = stored.sha256 or ""
-                self._channel.send(FileResult(file.number, path, 0, "", False, stored.bytes, stored.paths, sha256))
-                self._sink.file_ended(source, stored)
+                self.channel.send(FileResult(file.number, path, 0, "", False, stored.bytes, stored.paths, sha256))
+                self.sink.file_ended(source, stored)
         while self._in_file:  # of a file that is not stored
             if isinstance(self._next(), InPlace):
-                self._channel.send(Window())
+                self.channel.send(Window())
 
     def _next(self) -> memoryview | Hole | InPlace | End | Abandon:
         """Return what comes next of the current file."""
         if self._used is not None:
-            self._channel.send(Free(self._used))
+            self.channel.send(Free(self._used))
             self._used = None
-        message = self._channel.receive()
+        message = self.channel.receive()
         if isinstance(message, Slot):
             message = self._take_slot(message)
         if isinstance(message, (End, Abandon)):
             self._in_file = False
         elif not isinstance(message, (memoryview, Hole, InPlace)):
             raise HostProtocolError("no bytes of a file")
-        if self._next_host is not None and not isinstance(message, InPlace):
-            self._next_host.pass_on(message)
+        if self.next_host is not None and not isinstance(message, InPlace):
+            self.next_host.pass_on(message)
         return message
 
     def _take_slot(self, slot: Slot) -> memoryview:
         """Return the bytes in a slot, which are there until _next()."""
         if self._nixl is None or slot.number >= SLOTS or not 0 < slot.size <= BLOCK_BYTES:
             raise HostProtocolError("an unknown slot")
-        self._nixl.read(slot.number, slot.size, self._channel.check)
+        self._nixl.read(slot.number, slot.size, self.channel.check)
         self._used = slot.number
         return self._nixl.slot(slot.number)[: slot.size]
 
@@ -366,7 +339,7 @@ class Receiver:
         began = time.monotonic()
         new = self._create(file, entry)
         try:
-            checksum = RunningChecksum(verify=self._request.verify)
+            checksum = RunningChecksum(verify=self.request.verify)
             done = holes = in_place = 0
             while not isinstance(message := self._next(), (End, Abandon)):
                 if isinstance(message, InPlace):
@@ -381,7 +354,7 @@ class Receiver:
                     checksum.update(message)
                     _write(new.fd, message, done)
                     done += len(message)
-                self._sink.moved(source, done)
+                self.sink.moved(source, done)
             if isinstance(message, Abandon):
                 raise OSError(message.error, message.text)
             if message.checksum != checksum.text:
@@ -398,7 +371,7 @@ class Receiver:
 
     def _receive_in_place(self, fd: int, size: int, source: str, offset: int) -> int:
         """Let the sender write into the memory of the new file. Returns the offset that is reached."""
-        if self._nixl is None or self._next_host is not None:
+        if self._nixl is None or self.next_host is not None:
             raise HostProtocolError("NIXL without an offer")
         with attached_in_place(fd, size, "r+") as region, ExitStack() as registered:
             try:
@@ -407,12 +380,12 @@ class Receiver:
             except ConnectionEnded:  # of NIXL alone
                 region = None
             if region is None:
-                self._channel.send(Window())
+                self.channel.send(Window())
                 return offset
-            self._channel.send(self._nixl.window(region))
+            self.channel.send(self._nixl.window(region))
             with self._nixl.written_to():
-                while isinstance(message := self._channel.receive(), Written) and offset <= message.offset <= size:
-                    self._sink.moved(source, message.offset)
+                while isinstance(message := self.channel.receive(), Written) and offset <= message.offset <= size:
+                    self.sink.moved(source, message.offset)
                     if message.last:
                         return message.offset
         raise HostProtocolError("not what was written")
@@ -423,14 +396,14 @@ class Receiver:
         if entry.path in self._made:
             raise OSError(errno.EEXIST, "another source of this command is copied there")
         self._check_mount(entry, file.on_mount)
-        mode = file.attributes.permissions & (0o700 if self._request.preserve else 0o777)
+        mode = file.attributes.permissions & (0o700 if self.request.preserve else 0o777)
         entry.check_no_directory()
         assert entry.directory is not None
         new = NewFile.create(entry.directory, mode)
         try:
-            if not self._request.preserve:
+            if not self.request.preserve:
                 new.keep_owner_and_mode_of(entry.name)
-            self._context.check_space(new.fd, file.data, self._cancel)
+            self.context.check_space(new.fd, file.data, self.cancel)
             if file.data and file.data >= file.size:
                 os.posix_fallocate(new.fd, 0, file.size)  # its memory is certain before the first byte arrives
         except BaseException:
@@ -441,14 +414,14 @@ class Receiver:
 
     def _complete(self, new: NewFile, entry: Entry, file: File, size: int, checksum: str) -> None:
         os.ftruncate(new.fd, size)
-        if self._request.preserve:
+        if self.request.preserve:
             entries.preserve(new.fd, file.attributes)
-        durable = self._request.fsync and os.fstat(new.fd).st_dev not in self._mounts
+        durable = self.request.fsync and os.fstat(new.fd).st_dev not in self._mounts
         if durable:
             os.fsync(new.fd)
-        if self._request.verify:
+        if self.request.verify:
             os.posix_fadvise(new.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            back = sha256_of(new.fd, lambda: self._cancel.cancelled)
+            back = sha256_of(new.fd, lambda: self.cancel.cancelled)
             if back != checksum:
                 raise OSError(errno.EIO, f"the copy differs: SHA-256 {checksum} was copied, {back} was read back")
         new.complete(entry.name)

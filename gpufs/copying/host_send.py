@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from gpufs.copying import entries
@@ -44,7 +45,6 @@ from gpufs.hosts.messages import (
     plain,
 )
 from gpufs.hosts.outlet import Outlet
-from gpufs.syscalls import close_all
 
 
 class Sent(NamedTuple):
@@ -56,57 +56,32 @@ class Sent(NamedTuple):
     waiting: set[int]
 
 
+@dataclass(eq=False)
 class Sender:
-    """Sends files. run() and read_results() need a thread each.
+    """Sends files. run() and read_results() need a thread each."""
 
-    Parameters
-    ----------
-    channel : HostChannel
-        To the receiver.
-    context : CopyContext
-        Of the copies of this machine.
-    sources : sequence of Entry
-        What is sent.
-    request : HostRequest
-        The options.
-    fail : callable
-        Called with the path and error of what cannot be sent.
-    moved : callable
-        Called with a path, and how many bytes of it have been sent.
-    notice : callable
-        Called with a line that says why NIXL does not move the bytes.
-    peer_has_nixl : bool
-        Whether NIXL is installed there.
-    """
+    channel: HostChannel  # to the receiver
+    context: CopyContext
+    sources: Sequence[Entry]
+    request: HostRequest
+    fail: Fail  # takes what cannot be sent
+    moved: Callable[[str, int], None]  # called with a path, and how many bytes of it have been sent
+    notice: Callable[[str], None]  # called with a line that says why NIXL does not move the bytes
+    _: KW_ONLY
+    peer_has_nixl: bool
 
-    def __init__(
-        self,
-        channel: HostChannel,
-        context: CopyContext,
-        sources: Sequence[Entry],
-        request: HostRequest,
-        fail: Fail,
-        moved: Callable[[str, int], None],
-        notice: Callable[[str], None],
-        *,
-        peer_has_nixl: bool,
-    ) -> None:
-        self._channel = channel
-        self._mounts = context.mounts()
-        self._sources = sources
-        self._request = request
-        self._fail = fail
-        self._moved = moved
+    def __post_init__(self) -> None:
+        self._mounts = self.context.mounts()
         self._number = 0
         self._refused = -1  # the last file that the receiver does not want
         self._pending: dict[int, Sent] = {}
-        self._hops = 1 + len(request.forward)  # machines of the chain that are alive
-        self._outlet = Outlet(channel, notice, peer_has_nixl=peer_has_nixl)
+        self._hops = 1 + len(self.request.forward)  # machines of the chain that are alive
+        self._outlet = Outlet(self.channel, self.notice, peer_has_nixl=self.peer_has_nixl)
 
     def plan(self) -> Plan:
         """Add up what is to be sent."""
         size = data = 0
-        for source in self._sources:
+        for source in self.sources:
             for step in self._walk(source, lambda path, error: None):
                 if step.kind == "file" and step.status is not None:
                     size += step.size
@@ -115,27 +90,27 @@ class Sender:
 
     def run(self, plan: Plan) -> None:
         """Send everything. Errors of the connection are raised, others go to ``fail``."""
-        self._channel.send(plan)
+        self.channel.send(plan)
         try:
             self._outlet.choose(plan.size)
-            for number, source in enumerate(self._sources):
+            for number, source in enumerate(self.sources):
                 self._send_tree(number, source)
         finally:
             self._outlet.close()
-        self._channel.send(FilesDone())
+        self.channel.send(FilesDone())
 
     def _send_tree(self, number: int, source: Entry) -> None:
-        with closing(self._walk(source, self._fail)) as steps:
+        with closing(self._walk(source, self.fail)) as steps:
             for step in steps:
                 try:
                     self._send(number, step)
                 except OSError as error:
                     if isinstance(error, ChannelError):
                         raise
-                    self._fail(step.path, error)
+                    self.fail(step.path, error)
 
     def _walk(self, source: Entry, fail: Fail) -> Steps:
-        request = self._request
+        request = self.request
         steps = walk_files(source, fail, recursive=request.recursive, dereference=request.dereference)
         return selected(steps, *request.patterns)
 
@@ -148,7 +123,7 @@ class Sender:
     ) -> None:
         """Receive what becomes of the files, until the receiver has finished."""
         try:
-            while not isinstance(message := self._channel.receive(), Finished):
+            while not isinstance(message := self.channel.receive(), Finished):
                 match message:
                     case FileResult():
                         take(self._answered(message), message)
@@ -159,7 +134,7 @@ class Sender:
                         lose(message)
                     case Notice():
                         sink.noticed(message.text)
-                    case Deleted() if self._request.delete:
+                    case Deleted() if self.request.delete:
                         sink.deleted(os.fsdecode(message.path))
                     case Free() | Measured() | Window():
                         self._outlet.take(message)
@@ -196,22 +171,19 @@ class Sender:
     def _send(self, source: int, step: Step) -> None:
         entry, status = step.source, step.status
         if step.kind == "leave":
-            self._channel.send(Leave())
+            self.channel.send(Leave())
             return
         assert isinstance(entry, Entry)
         assert status is not None
         name, path = os.fsencode(os.path.basename(entry.name)), os.fsencode(entry.path)
         if step.kind == "enter":
-            self._channel.send(Enter(source, name, path, status.st_dev in self._mounts, FileAttributes.of(status)))
+            self.channel.send(Enter(source, name, path, status.st_dev in self._mounts, FileAttributes.of(status)))
         elif stat.S_ISLNK(status.st_mode):
             target = os.fsencode(os.readlink(entry.name, dir_fd=entry.directory))
-            self._channel.send(Link(source, name, path, target, FileAttributes.of(status)))
+            self.channel.send(Link(source, name, path, target, FileAttributes.of(status)))
         else:
-            opened = entries.open_source(entry)
-            try:
+            with entries.open_source(entry) as opened:
                 self._send_file(source, name, opened)
-            finally:
-                close_all((opened.fd,))
 
     def _send_file(self, source: int, name: bytes, opened: OpenFile) -> None:
         number, self._number = self._number, self._number + 1
@@ -220,20 +192,20 @@ class Sender:
         self._pending[number] = Sent(path, size, time.monotonic(), set(range(self._hops)))
         data, on_mount = data_bytes(status, size), status.st_dev in self._mounts
         named = os.fsencode(path)
-        checksum = sha256_of(opened.fd, lambda: False) if self._request.checksum else ""
+        checksum = sha256_of(opened.fd, lambda: False) if self.request.checksum else ""
         attributes = FileAttributes.of(status)
-        self._channel.send(File(number, source, name, named, size, data, on_mount, attributes, checksum))
+        self.channel.send(File(number, source, name, named, size, data, on_mount, attributes, checksum))
         holes = stat.S_ISREG(status.st_mode) and data < size
         end = self._send_content(number, opened, size, holes=holes)
         self._outlet.await_reads()
-        self._channel.send(end)
+        self.channel.send(end)
 
     def _send_content(self, number: int, opened: OpenFile, size: int, *, holes: bool) -> End | Abandon:
         """Send the bytes of a file, and return what follows them."""
-        checksum = RunningChecksum(verify=self._request.verify)
+        checksum = RunningChecksum(verify=self.request.verify)
         done = data_end = 0
         # With --verify all bytes pass through this process.
-        in_place = opened.status.st_dev in self._mounts and not holes and not self._request.verify
+        in_place = opened.status.st_dev in self._mounts and not holes and not self.request.verify
         self._outlet.begin()
         while self._refused != number:
             if in_place and self._outlet.should_write(done):
@@ -244,7 +216,7 @@ class Sender:
                 if holes and done == data_end:
                     start, data_end = entries.next_data(opened.fd, done)
                     if start > done:
-                        self._channel.send(Hole(start - done))
+                        self.channel.send(Hole(start - done))
                         checksum.skip(start - done)
                         done = start
                         continue
@@ -258,7 +230,7 @@ class Sender:
             checksum.update(buffer[:count])
             self._outlet.send(count)
             done += count
-            self._moved(opened.entry.path, done)
+            self.moved(opened.entry.path, done)
         return Abandon(errno.ECANCELED, "")
 
     def _write_in_place(self, opened: OpenFile, size: int, offset: int) -> int:
@@ -266,4 +238,4 @@ class Sender:
         with attached_in_place(opened.fd, size, "r") as region:
             if region is None:
                 return offset
-            return self._outlet.write(region, offset, lambda reached: self._moved(opened.entry.path, reached))
+            return self._outlet.write(region, offset, lambda reached: self.moved(opened.entry.path, reached))

@@ -71,15 +71,7 @@ class FileCopier(Protocol):
 
 
 class CopyThreads:
-    """Threads that carry out calls, with a bound on those that wait.
-
-    Parameters
-    ----------
-    cancel : Cancellation
-        Ends them.
-    report : TreeReport
-        What they report to.
-    """
+    """Threads that carry out calls, with a bound on those that wait."""
 
     def __init__(self, cancel: Cancellation, report: TreeReport) -> None:
         self._cancel = cancel
@@ -159,19 +151,7 @@ class CopyThreads:
 
 
 class TreeCopy(CopyThreads):
-    """One run of the loop.
-
-    Parameters
-    ----------
-    copier : FileCopier
-        Copies each file.
-    options : TreeOptions
-        What is copied.
-    cancel : Cancellation
-        Ends all copies.
-    report : TreeReport
-        What it reports to, from any thread.
-    """
+    """One run of the loop."""
 
     def __init__(self, copier: FileCopier, options: TreeOptions, cancel: Cancellation, report: TreeReport) -> None:
         super().__init__(cancel, report)

@@ -229,12 +229,8 @@ class ManifestWriter:
 class Manifest:
     """The manifest of a save that exists. OSError, with the line's number, for what is not one.
 
-    Attributes
-    ----------
-    header : Header
-    trusted : bool
-        Whether it belongs to root or the caller, and nobody else may write there: then it may give owners, devices and
-        rights.
+    ``trusted``: it belongs to root or the caller, and nobody else may write there. Then it may give owners, devices and
+    rights.
     """
 
     def __init__(self, path: str, shown: str | None = None) -> None:

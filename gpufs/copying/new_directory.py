@@ -22,27 +22,16 @@ _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class NewDirectory:
     """A new directory, as .NAME.gpufs-part beside the one that it becomes.
 
-    What a process that has died has left there is removed by the next one for the same name.
-
-    Parameters
-    ----------
-    path : str
-        The name that it gets, absolute and without symbolic links. OSError if it cannot have it.
-    may_replace : callable
-        Called with the descriptor of a directory that has the name and is not empty; raises OSError unless the new one
-        may take its place.
-
-    Attributes
-    ----------
-    fd : int
-        Open for reading.
+    What a process that has died has left there is removed by the next one for the same name. OSError if it cannot have
+    the name, which is absolute and without symbolic links. ``may_replace`` gets the descriptor of a directory that has
+    the name and is not empty; it raises OSError unless the new one may take its place.
     """
 
     def __init__(self, path: str, may_replace: Callable[[int], None]) -> None:
         self._path = path
         above, self._name = os.path.split(path)
         self._part = f".{self._name}.gpufs-part"
-        self.fd = self._above = -1
+        self.fd = self._above = -1  # the first: open for reading
         try:
             self._above = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             self._old = self._find_old(may_replace)

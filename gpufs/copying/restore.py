@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Final
 
@@ -39,11 +40,10 @@ from gpufs.copying.manifest import (
 )
 from gpufs.copying.part_sums import PartReader
 from gpufs.copying.space import data_bytes
-from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, TreeReport, error_class
+from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, TreeReport, copy_error
 from gpufs.drivers import DEVICE_DIRECTORIES
-from gpufs.exceptions import text_of
 from gpufs.new_file import NewFile
-from gpufs.syscalls import openat2, path_of
+from gpufs.syscalls import closed_after, openat2, path_of
 
 _RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -52,26 +52,16 @@ _SET_ID: Final = stat.S_ISUID | stat.S_ISGID
 _MOST_NAMES: Final = 3
 
 
+@dataclass(eq=False)
 class SavedFiles:
-    """The files of a save, or of a part of one, and their checksums.
+    """The files of a save, or of a part of one, and their checksums."""
 
-    Parameters
-    ----------
-    manifest : Manifest
-        Stays the caller's.
-    part : str
-        A directory in the save; "" for all.
-    report : TreeReport
-        What is reported to, from any thread.
-    cancel : Cancellation
-        Ends it.
-    """
+    manifest: Manifest  # stays the caller's
+    part: str  # a directory in the save; "" for all
+    report: TreeReport
+    cancel: Cancellation
 
-    def __init__(self, manifest: Manifest, part: str, report: TreeReport, cancel: Cancellation) -> None:
-        self._manifest = manifest
-        self._part = part
-        self._report = report
-        self._cancel = cancel
+    def __post_init__(self) -> None:
         self._reader = PartReader()
 
     def close(self) -> None:
@@ -80,24 +70,24 @@ class SavedFiles:
 
     def records(self) -> Iterator[tuple[str, Record]]:
         """Yield the records with their paths below the part; "" is the part itself."""
-        for record in self._manifest.records():
+        for record in self.manifest.records():
             path = name_of_text(record.path)
             if path == ".":
                 path = ""
-            if not self._part:
+            if not self.part:
                 yield path, record
-            elif f"{path}/".startswith(f"{self._part}/"):
-                yield path[len(self._part) + 1 :], record
+            elif f"{path}/".startswith(f"{self.part}/"):
+                yield path[len(self.part) + 1 :], record
 
     def find_checks(self, workers: CopyThreads) -> None:
         """Queue a check of each file."""
         try:
             for _, record in self.records():
                 if isinstance(record, File):
-                    self._report.planned(record.size)
+                    self.report.planned(record.size)
                     workers.put(partial(self._check, record))
         except OSError as error:
-            self._report.failed(str(error.filename or self._manifest.path), None, error)
+            self.report.failed(str(error.filename or self.manifest.path), None, error)
 
     def _check(self, record: File) -> None:
         began, shown = time.monotonic(), self.shown(record)
@@ -106,38 +96,31 @@ class SavedFiles:
             with self.opened(record) as file:
                 # The file that this machine has written is read from disk.
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                self.check(file.fd, record, shown, self._report.reporter(shown), phase="copy")
+                self.check(file.fd, record, shown, self.report.reporter(shown), phase="copy")
             seconds = time.monotonic() - began
             outcome = CopyResult(shown, shown, record.size, seconds, "verify", {}, (), record.sha256)
-        except CopyError as error:
-            outcome = error
         except OSError as error:
-            outcome = CopyError(error.errno or errno.EIO, text_of(error), shown)
-        self._report.finished(shown, [shown], [outcome])
+            outcome = copy_error(error, shown)
+        self.report.finished(shown, [shown], [outcome])
 
     def shown(self, record: Record) -> str:
         """Return the name of a file in the save, for messages."""
-        return os.path.join(self._manifest.path, TREE, name_of_text(record.path))
+        return os.path.join(self.manifest.path, TREE, name_of_text(record.path))
 
     @contextmanager
     def opened(self, record: File) -> Iterator[OpenFile]:
         """Open a file of the tree. OSError if it is missing, or has another size."""
         shown = self.shown(record)
         parent, name = os.path.split(name_of_text(record.path))
-        directory = _open_below(self._manifest.tree, parent)
-        try:
+        with closed_after(_open_below(self.manifest.tree, parent)) as directory:
             file = entries.open_source(Entry(shown, name, directory, follow=False))
-        finally:
-            os.close(directory)
-        try:
+        with file:
             if not stat.S_ISREG(file.status.st_mode):
                 raise CopyError(errno.EINVAL, "is not a regular file, as the manifest says", shown)
             if file.status.st_size != record.size:
                 text = f"is damaged: it has {file.status.st_size} bytes instead of {record.size}"
                 raise CopyError(errno.EIO, text, shown)
             yield file
-        finally:
-            os.close(file.fd)
 
     def check(
         self,
@@ -157,45 +140,25 @@ class SavedFiles:
             if progress is not None:
                 progress(CopyProgress(moved, record.size, {}, phase))
 
-        different = self._reader.differing_part(fd, record.size, record.sums(), self._cancel, take)
+        different = self._reader.differing_part(fd, record.size, record.sums(), self.cancel, take)
         if different is not None:
             start, end = different
             text = f"is damaged: bytes {start} to {end} do not have the checksum of the manifest"
             raise CopyError(errno.EIO, text, shown)
 
 
+@dataclass(eq=False)
 class Restore(SavedFiles):
-    """Restores a save below a directory.
+    """Restores a save below a directory."""
 
-    Parameters
-    ----------
-    destination : str
-        The directory, on a mount; created if it does not exist.
-    overwrite : bool
-        Whether existing files are replaced.
-    verify : bool
-        Whether each file is read again and compared with the checksum before it gets its name.
-    context : CopyContext
-        Of the copies.
-    """
+    destination: str  # on a mount; created if it does not exist
+    _: KW_ONLY
+    overwrite: bool  # existing files are replaced
+    verify: bool  # each file is read again and compared with the checksum before it gets its name
+    context: CopyContext
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        part: str,
-        destination: str,
-        report: TreeReport,
-        cancel: Cancellation,
-        *,
-        overwrite: bool,
-        verify: bool,
-        context: CopyContext,
-    ) -> None:
-        super().__init__(manifest, part, report, cancel)
-        self._destination = destination
-        self._overwrite = overwrite
-        self._verify = verify
-        self._context = context
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.has_begun = False  # something may have been created
         self._created = False  # the destination, by this
         self._made: set[int] = set()  # the inodes of directories that this has created
@@ -204,14 +167,14 @@ class Restore(SavedFiles):
         self._lock = threading.Lock()  # guards it
         try:
             with suppress(FileExistsError):
-                os.mkdir(destination, 0o700)
+                os.mkdir(self.destination, 0o700)
                 self._created = True
-            self._base = os.open(destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._base = os.open(self.destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             self._device = os.fstat(self._base).st_dev
-            if self._device not in context.mounts():
-                raise OSError(errno.EXDEV, "is not on a gpufs mount: use cp", destination)
-            real = os.path.realpath(destination)
-            places = context.mounts()[self._device]
+            if self._device not in self.context.mounts():
+                raise OSError(errno.EXDEV, "is not on a gpufs mount: use cp", self.destination)
+            real = os.path.realpath(self.destination)
+            places = self.context.mounts()[self._device]
             self._is_root = any(entry.mountpoint == real and entry.root == "/" for entry in places)
         except BaseException:
             self.close()
@@ -225,7 +188,7 @@ class Restore(SavedFiles):
             self._base = -1
         if self._created and not self.has_begun:
             with suppress(OSError):
-                os.rmdir(self._destination)
+                os.rmdir(self.destination)
 
     # ---- before anything is changed ----
 
@@ -236,30 +199,30 @@ class Restore(SavedFiles):
                 return
             self.has_begun = True
             for path, record in self.records():
-                if self._cancel.cancelled:
+                if self.cancel.cancelled:
                     return
                 if self._is_missing(path):
                     continue
                 if isinstance(record, File):
-                    self._report.planned(record.size)
+                    self.report.planned(record.size)
                     workers.put(partial(self._restore_file, path, record))
                 else:
                     self._create(path, record)
         except OSError as error:
-            self._report.failed(str(error.filename or self._manifest.path), None, error)
+            self.report.failed(str(error.filename or self.manifest.path), None, error)
 
     def _can_be_restored(self) -> bool:
         """Return whether nothing is missing, nothing in the way, and space for all; report if not."""
         found, in_the_way, needed = 0, 0, Counter[str]()
         for path, record in self.records():
-            if self._cancel.cancelled:
+            if self.cancel.cancelled:
                 return False
             found += 1
             first = path.partition("/")[0]
             if self._is_missing(path) and isinstance(record, Directory):
                 continue  # it has no files, unless one comes
             if self._is_root and not self._is_device(first):
-                raise OSError(errno.ENODEV, self._remedy(first), os.path.join(self._destination, first))
+                raise OSError(errno.ENODEV, self._remedy(first), os.path.join(self.destination, first))
             if isinstance(record, HardLink):
                 self._check_link(path, record)
             if isinstance(record, File):
@@ -268,30 +231,30 @@ class Restore(SavedFiles):
             if self._is_in_the_way(path, is_directory=isinstance(record, Directory)):
                 in_the_way += 1
                 if in_the_way <= _MOST_NAMES:
-                    text = "is in the way" + ("" if self._overwrite else " (--overwrite replaces files)")
-                    self._report.failed(self._end(path), None, OSError(errno.EEXIST, text))
+                    text = "is in the way" + ("" if self.overwrite else " (--overwrite replaces files)")
+                    self.report.failed(self._end(path), None, OSError(errno.EEXIST, text))
         if in_the_way > _MOST_NAMES:
             text = f"{in_the_way - _MOST_NAMES} more names are in the way"
-            self._report.failed(self._destination, None, OSError(errno.EEXIST, text))
+            self.report.failed(self.destination, None, OSError(errno.EEXIST, text))
         if not found:
             raise OSError(
-                errno.ENOENT, "is not a directory of the save", os.path.join(self._manifest.path, TREE, self._part)
+                errno.ENOENT, "is not a directory of the save", os.path.join(self.manifest.path, TREE, self.part)
             )
         return not in_the_way and self._fits(needed)
 
     def _remedy(self, first: str) -> str:
         if self._is_whole_mount():
-            place = os.path.join(self._manifest.path, TREE, first)
+            place = os.path.join(self.manifest.path, TREE, first)
             how = "mount with --host-memory, or " if first.startswith("host") else ""
             return f"the mount has no such device: {how}restore {place} into a directory of another one"
-        return f"the root of a mount takes no files: give a directory of a device, as {self._destination}/gpu0"
+        return f"the root of a mount takes no files: give a directory of a device, as {self.destination}/gpu0"
 
     def _is_missing(self, path: str) -> bool:
         """Return whether this is the directory of a device that the mount does not have."""
         return self._is_whole_mount() and self._is_root and "/" not in path and not self._is_device(path)
 
     def _is_whole_mount(self) -> bool:
-        return self._manifest.header.mount and not self._part
+        return self.manifest.header.mount and not self.part
 
     def _is_device(self, name: str) -> bool:
         try:
@@ -303,14 +266,11 @@ class Restore(SavedFiles):
     def _check_link(self, path: str, record: HardLink) -> None:
         """Raise OSError unless the first name is a file that is restored, too."""
         first = name_of_text(record.to)
-        if self._part and not first.startswith(f"{self._part}/"):
+        if self.part and not first.startswith(f"{self.part}/"):
             text = f"is another name of {first}, which is outside of this part: restore a directory that has both"
             raise OSError(errno.EXDEV, text, self.shown(record))
-        directory = _open_below(self._manifest.tree, os.path.dirname(first))
-        try:
+        with closed_after(_open_below(self.manifest.tree, os.path.dirname(first))) as directory:
             status = os.stat(os.path.basename(first), dir_fd=directory, follow_symlinks=False)
-        finally:
-            os.close(directory)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, f"is said to be another name of {first}, which is not a file", path)
 
@@ -324,15 +284,15 @@ class Restore(SavedFiles):
             return True
         if is_directory:
             return not stat.S_ISDIR(status.st_mode)
-        return stat.S_ISDIR(status.st_mode) or not self._overwrite
+        return stat.S_ISDIR(status.st_mode) or not self.overwrite
 
     def _fits(self, needed: Counter[str]) -> bool:
         for first, size in needed.items():
             directory = _open_below(self._base, first)
             try:
-                self._context.check_space(directory, size, self._cancel)
+                self.context.check_space(directory, size, self.cancel)
             except OSError as error:
-                self._report.failed("", self._end(first), error)
+                self.report.failed("", self._end(first), error)
                 return False
             finally:
                 os.close(directory)
@@ -341,17 +301,14 @@ class Restore(SavedFiles):
     # ---- names ----
 
     def _end(self, path: str) -> str:
-        return os.path.join(self._destination, path) if path else self._destination
+        return os.path.join(self.destination, path) if path else self.destination
 
     @contextmanager
     def _parent(self, path: str, *, create: bool = True) -> Iterator[tuple[int, str]]:
         """Open the directory that has a name below the destination; yields it and the name."""
         above, name = os.path.split(path)
-        fd = _open_below(self._base, above, create=self._made.add if create else None)
-        try:
+        with closed_after(_open_below(self._base, above, create=self._made.add if create else None)) as fd:
             yield fd, name or "."
-        finally:
-            os.close(fd)
 
     def _create(self, path: str, record: Record) -> None:
         """Create a directory, a symbolic link or a special file."""
@@ -361,14 +318,14 @@ class Restore(SavedFiles):
             elif isinstance(record, Symlink | Special):
                 self._make_special(path, record)
         except OSError as error:
-            self._report.failed(self.shown(record), self._end(path), error)
+            self.report.failed(self.shown(record), self._end(path), error)
 
     def _make_special(self, path: str, record: Symlink | Special) -> None:
         if isinstance(record, Special) and record.kind in ("char", "block") and not self._may_make_devices():
             self._count("device nodes")
             return
         with self._parent(path) as (directory, name):
-            if self._overwrite:
+            if self.overwrite:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=directory)
             if isinstance(record, Symlink):
@@ -377,17 +334,14 @@ class Restore(SavedFiles):
             else:
                 kind = KINDS[record.kind]
                 os.mknod(name, kind | 0o600, os.makedev(record.major, record.minor), dir_fd=directory)
-            fd = open_path(Entry(self._end(path), name, directory, follow=False))
-            try:
+            with closed_after(open_path(Entry(self._end(path), name, directory, follow=False))) as fd:
                 status = os.fstat(fd)
                 if (stat.S_IFMT(status.st_mode), status.st_nlink) != (kind, 1):
                     raise OSError(errno.EBUSY, "another process has put a file in its place")
                 self._set_attributes(path_of(fd), record, kind)
-            finally:
-                os.close(fd)
 
     def _may_make_devices(self) -> bool:
-        return self._manifest.trusted and os.geteuid() == 0
+        return self.manifest.trusted and os.geteuid() == 0
 
     # ---- files ----
 
@@ -396,39 +350,37 @@ class Restore(SavedFiles):
         outcome: Outcome
         try:
             outcome = self._load(path, record)
-        except CopyError as error:
-            outcome = error
+        except FileExistsError:
+            outcome = CopyError(errno.EEXIST, "is in the way", source, end)
         except OSError as error:
-            number = error.errno or errno.EIO
-            text = "is in the way" if number == errno.EEXIST else text_of(error)
-            outcome = error_class(number)(number, text, source, end)
+            outcome = copy_error(error, source, end)
         except Exception as error:  # noqa: BLE001 - the other files are still restored
             outcome = CopyError(errno.EIO, f"{type(error).__name__}: {error}", source, end)
-        self._report.finished(source, [end], [outcome])
+        self.report.finished(source, [end], [outcome])
 
     def _load(self, path: str, record: File) -> CopyResult:
         source, end = self.shown(record), self._end(path)
-        progress = self._report.reporter(source)
+        progress = self.report.reporter(source)
         with self.opened(record) as file, self._parent(path) as (directory, name):
             new = NewFile.create(directory, 0o600)
             try:
                 target = OpenFile(Entry(end, name, directory, follow=False), os.dup(new.fd), os.fstat(new.fd))
-                job = CopyJob(self._context, file, target, progress=progress, cancel=self._cancel)
+                job = CopyJob(self.context, file, target, progress=progress, cancel=self.cancel)
                 result = job.run()
                 if os.fstat(new.fd).st_size != record.size:
                     raise CopyError(errno.EIO, "was changed while it was restored", source)
-                if self._verify:
+                if self.verify:
                     self.check(new.fd, record, source, progress)
                 self._set_attributes(new.fd, record, stat.S_IFREG)
-                new.complete(name, replace=self._overwrite)
+                new.complete(name, replace=self.overwrite)
             finally:
                 new.close()
-        return result._replace(sha256=record.sha256 if self._verify else None)
+        return result._replace(sha256=record.sha256 if self.verify else None)
 
     # ---- attributes, and what needs all files ----
 
     def _set_attributes(self, target: int | str, record: Named, kind: int) -> None:
-        trusted, given = self._manifest.trusted, record.attributes()
+        trusted, given = self.manifest.trusted, record.attributes()
         if not trusted:
             given = given._replace(st_uid=os.geteuid(), st_gid=os.getegid(), st_mode=given.st_mode & ~_SET_ID)
         entries.preserve(target, given._replace(st_mode=kind | given.st_mode))
@@ -446,13 +398,13 @@ class Restore(SavedFiles):
         for path, record in self.records():
             if isinstance(record, HardLink):
                 try:
-                    self._link(path, name_of_text(record.to)[len(self._part) + 1 if self._part else 0 :])
+                    self._link(path, name_of_text(record.to)[len(self.part) + 1 if self.part else 0 :])
                 except OSError as error:
-                    self._report.failed(self._end(path), None, error)
+                    self.report.failed(self._end(path), None, error)
         for path, record in self.records():
             if isinstance(record, Directory) and not self._is_missing(path):
                 self._finish_directory(path, record)
-        for limit in self._manifest.header.limits if self._manifest.trusted and not self._part else []:
+        for limit in self.manifest.header.limits if self.manifest.trusted and not self.part else []:
             self._set_limit(name_of_text(limit.path), limit.uid, limit.limit_bytes)
 
     def _set_limit(self, path: str, uid: int | None, size: int) -> None:
@@ -461,39 +413,33 @@ class Restore(SavedFiles):
         if path != "." and self._is_missing(path):
             return
         try:
-            directory = _open_below(self._base, "" if path == "." else path)
-            try:
+            with closed_after(_open_below(self._base, "" if path == "." else path)) as directory:
                 set_quota(path_of(directory), uid, size)
-            finally:
-                os.close(directory)
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EACCES, errno.EBUSY):
-                self._report.failed(self._end(path), None, error)
+                self.report.failed(self._end(path), None, error)
             else:
                 self._count("limits")
 
     def _link(self, path: str, first: str) -> None:
         with self._parent(first, create=False) as (above, old), self._parent(path) as (directory, name):
-            if self._overwrite:
+            if self.overwrite:
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=directory)
             os.link(old, name, src_dir_fd=above, dst_dir_fd=directory, follow_symlinks=False)
 
     def _finish_directory(self, path: str, record: Directory) -> None:
         """Set the attributes of a directory, unless it existed before and the user has not asked for that."""
-        is_device = self._is_root and "/" not in path and self._manifest.trusted
+        is_device = self._is_root and "/" not in path and self.manifest.trusted
         try:
-            fd = _open_below(self._base, path)
-            try:
+            with closed_after(_open_below(self._base, path)) as fd:
                 created = os.fstat(fd).st_ino in self._made if path else self._created
-                if created or (path and self._overwrite) or is_device:
+                if created or (path and self.overwrite) or is_device:
                     self._set_attributes(path_of(fd), record, stat.S_IFDIR)
-            finally:
-                os.close(fd)
         except PermissionError:
             self._count("owners")  # a directory of another user's, which was there before
         except OSError as error:
-            self._report.failed(self._end(path), None, error)
+            self.report.failed(self._end(path), None, error)
 
 
 def _owner(target: int | str) -> tuple[int, int]:

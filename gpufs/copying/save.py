@@ -48,7 +48,7 @@ from gpufs.copying.space import data_bytes
 from gpufs.copying.types import CopyError, CopyOptions, CopyProgress, CopyResult, Outcome, TreeOptions, TreeReport
 from gpufs.copying.walk import Folder, Step, Steps, selected, walk_files
 from gpufs.exceptions import text_of
-from gpufs.syscalls import path_of
+from gpufs.syscalls import closed_after, path_of
 
 if TYPE_CHECKING:
     from gpufs.stores.files import StoreFile
@@ -78,23 +78,7 @@ class Saved(NamedTuple):
 class Save:
     """One save. It takes the place of a Copier in the loop of copies.
 
-    Parameters
-    ----------
-    saved : Saved
-        What is saved.
-    destination : str
-        The name of the save. OSError if it cannot have it.
-    options : TreeOptions
-        Which files are left out.
-    report : TreeReport
-        What it reports to, from any thread.
-    cancel : Cancellation
-        Ends it.
-
-    Attributes
-    ----------
-    left_out, left_out_count
-        The first of other users' files that the caller may not read, "" without any, and how many there are.
+    OSError if it cannot have the name of ``destination``. ``options``: which files are left out.
     """
 
     def __init__(
@@ -112,7 +96,7 @@ class Save:
         self._links: dict[tuple[int, int], tuple[str, int]] = {}  # first names, and how many are to come
         self._has_hard_links = False
         self._lock = threading.Lock()  # guards the counts of copies in progress
-        self.left_out = ""
+        self.left_out = ""  # the first of others' files that the caller may not read, and how many there are
         self.left_out_count = 0
         self._manifest: ManifestWriter | None = None
         self._tree = -1
@@ -232,11 +216,8 @@ class Save:
         assert isinstance(source, Entry)
         assert isinstance(end, Entry)
         try:
-            opened = entries.open_source(source)
-            try:
+            with entries.open_source(source) as opened:
                 return [self._copy(opened, end, progress)]
-            finally:
-                os.close(opened.fd)
         except OSError as error:
             error = _explained(error)
             if isinstance(error, CopyError):
@@ -249,16 +230,13 @@ class Save:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EBUSY, "is not a regular file any more")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(end.name, flags, 0o600, dir_fd=end.directory)
-        try:
+        with closed_after(os.open(end.name, flags, 0o600, dir_fd=end.directory)) as fd:
             moved = _Moved(status.st_size, progress, self._lock)
             sums = self._move(source.fd, fd, status.st_size, moved)
             xattrs = read_xattrs(source.fd)
             if _changes(_fresh_status(source.fd)) != _changes(status):
                 raise OSError(errno.EBUSY, f"was changed during the save: {_REMEDY}")
             os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
-        finally:
-            os.close(fd)
         whole = sums[0] if status.st_size <= PART_BYTES else None
         parts = {} if whole else {str(start): text for start, text in sums.items()}
         path = os.path.relpath(end.path, self.shown(""))
@@ -387,11 +365,8 @@ class _SavedTree:
         path, status = os.path.join(self._name, step.below), step.status
         try:
             _check_path(path)
-            fd = open_path(step.source)
-            try:
+            with closed_after(open_path(step.source)) as fd:
                 named = _named(path, status, read_xattrs(path_of(fd)))
-            finally:
-                os.close(fd)
             if stat.S_ISLNK(status.st_mode):
                 target = os.readlink(step.source.name, dir_fd=step.source.directory)
                 os.symlink(target, step.name, dir_fd=self._directory(step))

@@ -30,10 +30,9 @@ from gpufs.copying.types import (
     NotOnMountCopyError,
     Outcome,
     check_options,
-    error_class,
+    copy_error,
 )
 from gpufs.copying.walk import Folder, Step, selected, walk_store
-from gpufs.exceptions import text_of
 from gpufs.new_file import NewFile
 from gpufs.stores import checksums, finding, urls, waiting
 from gpufs.stores.checksums import Checksum
@@ -53,12 +52,6 @@ def _close_after(parts: Sequence[Future[None]], descriptors: Sequence[int]) -> N
     """Close files after their last write, so that a late one does not find another file behind the descriptor."""
     wait(parts)
     close_all(descriptors)
-
-
-def failure(error: OSError, source: str, destination: str | None = None) -> CopyError:
-    """The error for the user."""
-    number = error.errno or errno.EIO
-    return error_class(number)(number, text_of(error), source, destination)
 
 
 class _Destination:
@@ -134,10 +127,8 @@ class StoreCopies:
                 try:
                     located = opened.enter_context(destination.located())
                     ends[place] = _Destination(self._context, file, located, cancel)
-                except CopyError as error:
-                    outcomes[place] = error
                 except OSError as error:
-                    outcomes[place] = failure(error, destination.path)
+                    outcomes[place] = copy_error(error, destination.path)
             loading = Download(file, [end.parts for end in ends.values()], self._pool)
             try:
                 failed = self._load(loading, file, list(ends.values()), progress, cancel)
@@ -215,7 +206,7 @@ class StoreCopies:
             # What differs from the store's checksum is not continued.
             differs = error is None and failed.errno == errno.EIO
             left = end.discard(keep=self._context.options.partial and not differs)
-            outcome = failed if isinstance(failed, CopyError) else failure(failed, source, name)
+            outcome = copy_error(failed, source, name)
             outcome.left, outcome.bytes_total = left, size
             return outcome
         paths = {"remote": size - end.kept, "kept": end.kept}
@@ -279,20 +270,16 @@ class StoreCopies:
         except CopyError as error:
             return [error]
         except OSError as error:
-            return [failure(error, source, name if urls.is_url(name) else None) for name in destinations]
+            return [copy_error(error, source, name if urls.is_url(name) else None) for name in destinations]
         return copy(file, [Entry.of(name) for name in destinations])
 
     def upload(self, source: Entry, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
         """Copy a file of a mount to an object store. Raises CopyError."""
-        opened = entries.open_source(source)
         try:
-            return self._upload(opened, url, progress, cancel)
-        except CopyError:
-            raise
+            with entries.open_source(source) as opened:
+                return self._upload(opened, url, progress, cancel)
         except OSError as error:
-            raise failure(error, source.path, url.shown) from None
-        finally:
-            close_all((opened.fd,))
+            raise copy_error(error, source.path, url.shown) from None
 
     def _upload(self, opened: OpenFile, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
         began = time.monotonic()
@@ -345,7 +332,7 @@ def file_in(destination: str, source: str) -> str:
             url = urls.parse(destination)
             return url.below(name).text if url.is_directory else destination
     except OSError as error:
-        raise failure(error, str(error.filename)) from None
+        raise copy_error(error, str(error.filename)) from None
     return os.path.join(destination, name) if os.path.isdir(destination) else destination
 
 

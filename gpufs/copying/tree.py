@@ -19,7 +19,7 @@ from gpufs.copying.entries import NEITHER, Entry, SourceAttributes, is_inside, o
 from gpufs.copying.types import TreeOptions, TreeReport
 from gpufs.copying.walk import Folder, Step
 from gpufs.exceptions import NotOnMount
-from gpufs.syscalls import path_of
+from gpufs.syscalls import closed_after, path_of
 
 _INTO_ITSELF: Final = "a directory cannot be copied into itself"
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -28,16 +28,8 @@ _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class Directory:
     """A directory that is being filled, open with O_PATH.
 
-    Parameters
-    ----------
-    entry : Entry
-        Its name, in an open directory.
-    source : SourceAttributes or None
-        Those of the directory that it is a copy of; None if that has none.
-    keeps : bool
-        Whether it gets all of these, as with --preserve.
-    follow : bool
-        Whether a symbolic link to a directory is good enough.
+    ``source``: the attributes of the directory that it is a copy of, if that has any; ``keeps``: it gets all of these,
+    as with --preserve. ``follow``: a symbolic link to a directory is good enough.
     """
 
     def __init__(self, entry: Entry, source: SourceAttributes | None, *, keeps: bool, follow: bool = False) -> None:
@@ -97,14 +89,11 @@ def make_special(entry: Entry, source: SourceAttributes, target: str | bytes | N
         _make(entry, source, target)
     if not keeps:
         return
-    fd = open_path(entry)
-    try:
+    with closed_after(open_path(entry)) as fd:
         made = os.fstat(fd)
         if (stat.S_IFMT(made.st_mode), made.st_nlink) != (stat.S_IFMT(source.st_mode), 1):
             raise OSError(errno.EBUSY, "another process has put a file in its place")
         preserve(path_of(fd), source)
-    finally:
-        os.close(fd)
 
 
 def _make(entry: Entry, source: SourceAttributes, target: str | bytes | None) -> None:
@@ -136,21 +125,14 @@ def file_is_current(entry: Entry, size: int, modified_ns: int | None) -> bool:
 
 @dataclass(frozen=True)
 class TreeState:
-    """State that all copies of one command share.
-
-    Attributes
-    ----------
-    made : dict of str to str
-        The sources of all that has been copied, by the names of the copies.
-    links : list of str
-        The copies of links whose originals lead to files.
-    """
+    """State that all copies of one command share."""
 
     options: TreeOptions
     cancel: Cancellation
     report: TreeReport
+    # The sources of all that has been copied, by the names of the copies.
     made: dict[str, str] = field(default_factory=dict)
-    links: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)  # the copies of links whose originals lead to files
 
     def links_without_files(self) -> list[str]:
         """Return the copies of links that lead nowhere, or off the mount, although the originals lead to files.

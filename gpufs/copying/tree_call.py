@@ -21,13 +21,11 @@ from gpufs.copying.types import (
     CopyProgress,
     CopyResult,
     Fastpath,
-    NotOnMountCopyError,
     Outcome,
     TreeOptions,
     check_options,
-    error_class,
+    copy_error,
 )
-from gpufs.exceptions import NotOnMount, text_of
 
 
 @named_in("gpufs")
@@ -121,7 +119,7 @@ def copy_tree(
                 loop.run(_finder(loop, source, destination, options, opened), jobs)
         except OSError as error:
             if not stop.cancelled:
-                raise _as_copy_error(error, source, destination) from None
+                raise copy_error(error, source, destination) from None
         if stop.cancelled:
             raise CopyError(errno.ECANCELED, "", source, destination)
         report.tick()
@@ -172,14 +170,6 @@ def _copy_between_hosts(
             raise failures[0]
 
 
-def _as_copy_error(error: OSError, source: str, destination: str | None) -> CopyError:
-    if isinstance(error, CopyError):
-        return error
-    number = error.errno or errno.EIO
-    kind = NotOnMountCopyError if isinstance(error, NotOnMount) else error_class(number)
-    return kind(number, text_of(error), source, destination)
-
-
 class _Report:
     """Collects the reports of the loop, from any thread."""
 
@@ -201,7 +191,7 @@ class _Report:
         self.outcomes += outcomes
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
-        self.outcomes.append(_as_copy_error(error, source or self._source, destination))
+        self.outcomes.append(copy_error(error, source or self._source, destination))
 
     def skipped(self) -> None:
         """Nothing is to be reported."""

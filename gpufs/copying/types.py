@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from gpufs._naming import named_in
-from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded, class_of
+from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded, class_of, text_of
 
 Fastpath: TypeAlias = Literal["auto", "off", "require"]
 
@@ -155,6 +155,15 @@ _CLASSES: Final[dict[type[OSError], type[CopyError]]] = {
 def error_class(number: int) -> type[CopyError]:
     """The class of the error when a mount has failed a copy with this errno."""
     return _CLASSES.get(class_of(number), CopyError)
+
+
+def copy_error(error: OSError, source: str, destination: str | None = None) -> CopyError:
+    """The error for the user; one that is for the user already stays what it is."""
+    if isinstance(error, CopyError):
+        return error
+    number = error.errno or errno.EIO
+    kind = NotOnMountCopyError if isinstance(error, NotOnMount) else error_class(number)
+    return kind(number, text_of(error), source, destination)
 
 
 @named_in("gpufs")

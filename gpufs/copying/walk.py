@@ -32,29 +32,17 @@ class Folder:
     """A directory of a source, open unless a store has it, until the walk and all copies of its files have ended.
 
     Thread-safe: use() and release().
-
-    Attributes
-    ----------
-    path, below : str
-        Its own, for messages, and the one below the source; "" for the source itself.
-    fd : int
-        -1: a store has it.
-    status : os.stat_result or None
-        None: a store has it.
-    wanted : bool
-        Whether the walk goes on below it. Its taker may say that it does not.
-    ended : list of callables
-        Called once nothing more is copied from it.
     """
 
     def __init__(self, path: str, name: str, fd: int, status: os.stat_result | None, parent: Folder | None) -> None:
-        self.path = path
+        self.path = path  # for messages
+        # Below the source; "" for the source itself.
         self.below: str = "" if parent is None else os.path.join(parent.below, name)
-        self.fd = fd
-        self.status = status
+        self.fd = fd  # -1: a store has it
+        self.status = status  # None: a store has it
         self.parent = parent
-        self.wanted = True
-        self.ended: list[Callable[[], None]] = []
+        self.wanted = True  # the walk goes on below it; its taker may say that it does not
+        self.ended: list[Callable[[], None]] = []  # called once nothing more is copied from it
         self._users = 1  # the walk
         if parent is not None:
             parent.use()
@@ -80,28 +68,15 @@ class Folder:
 
 
 class Step(NamedTuple):
-    """A step of a walk: it enters a directory, leaves it, or finds anything else.
-
-    Attributes
-    ----------
-    source : Entry, StoreFile or None
-        None: a directory of a store, or one that the walk leaves.
-    name : str
-        In its directory.
-    path : str
-        For messages.
-    status : os.stat_result or None
-        None: a store has it.
-    folder : Folder or None
-        A directory itself. For others the one that has it, None for a name that the user has given.
-    """
+    """A step of a walk: it enters a directory, leaves it, or finds anything else."""
 
     kind: Literal["enter", "leave", "file"]
-    source: Entry | StoreFile | None
-    name: str
-    path: str
-    status: os.stat_result | None
+    source: Entry | StoreFile | None  # None: a directory of a store, or one that the walk leaves
+    name: str  # in its directory
+    path: str  # for messages
+    status: os.stat_result | None  # None: a store has it
     size: int
+    # A directory itself. For others the one that has it, None for a name that the user has given.
     folder: Folder | None
 
     @property

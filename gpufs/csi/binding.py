@@ -20,7 +20,7 @@ from typing import Final
 from gpufs import mounting, syscalls
 from gpufs.csi.errors import CallError
 from gpufs.mounting import MountEntry
-from gpufs.syscalls import path_of
+from gpufs.syscalls import closed_after, path_of
 
 CONTROL: Final = ".gpufs"  # in the directory of a model
 SOCKET: Final = f"{CONTROL}/socket"
@@ -75,15 +75,10 @@ class Targets:
         folder, name = os.path.split(self.path_of(target))
         below = os.path.relpath(folder, self._kubelet)
         resolve = _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
-        kubelet = os.open(self._kubelet, _DIRECTORY)
-        try:
+        with closed_after(os.open(self._kubelet, _DIRECTORY)) as kubelet:
             fd = syscalls.openat2(kubelet, os.fsencode(below), _DIRECTORY, 0, resolve)
-        finally:
-            os.close(kubelet)
-        try:
+        with closed_after(fd):
             yield fd, name
-        finally:
-            os.close(fd)
 
     def has_parent(self, target: str) -> bool:
         """Return whether the kubelet still has the directory of a target, which it removes with the pod."""
@@ -111,11 +106,8 @@ class Targets:
             self._bind(os.path.join(mount.mountpoint, path), parent, name)
             try:
                 for source, below in ((os.path.join(mount.mountpoint, SOCKET), SOCKET), (sockets, RUN)):
-                    folder = os.open(os.path.join(place, CONTROL), _DIRECTORY | os.O_NOFOLLOW)
-                    try:
+                    with closed_after(os.open(os.path.join(place, CONTROL), _DIRECTORY | os.O_NOFOLLOW)) as folder:
                         self._bind(source, folder, os.path.basename(below))
-                    finally:
-                        os.close(folder)
             except BaseException:
                 syscalls.umount2(os.fsencode(place), _DETACH)
                 raise
@@ -140,11 +132,8 @@ class Targets:
             flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NODEV
             syscalls.mount(b"", os.fsencode(staged), b"", flags, b"")
             flag = os.O_DIRECTORY if os.path.isdir(source) else 0
-            over = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | flag, dir_fd=directory)
-            try:
+            with closed_after(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | flag, dir_fd=directory)) as over:
                 syscalls.mount(os.fsencode(staged), os.fsencode(path_of(over)), b"", _MS_BIND, b"")
-            finally:
-                os.close(over)
         finally:
             self._remove_staged(staged)
 

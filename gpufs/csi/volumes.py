@@ -35,30 +35,17 @@ SECRETS: Final = frozenset(
 
 
 class Volume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A volume of a pod.
+    """A volume of a pod."""
 
-    Attributes
-    ----------
-    id : str
-        The kubelet's name for it.
-    target : str
-        The path at which the pod's containers find it.
-    source, include, exclude, device
-        What is fetched, and the directory of the device that it is put on.
-    keep : bool
-        Whether the model stays when no volume needs it.
-    credentials : str
-        Identifies the secrets, "" without any. It does not show them.
-    """
-
-    id: str
-    target: str
+    id: str  # the kubelet's name for it
+    target: str  # the path at which the pod's containers find it
+    # What is fetched, and the directory of the device that it is put on.
     source: str
     device: str
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    keep: bool = False
-    credentials: str = ""
+    keep: bool = False  # whether the model stays when no volume needs it
+    credentials: str = ""  # identifies the secrets, "" without any. It does not show them.
 
     @property
     def model(self) -> Model:

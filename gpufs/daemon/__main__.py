@@ -11,7 +11,6 @@ a mount that is in use is detached, and calls on its open files fail from then o
 the keeper (native/keeper/keeper.cc) starts another one, or the guard (gpufs/daemon/guard.py), which unmounts.
 """
 
-import argparse
 import errno
 import logging
 import os
@@ -236,37 +235,35 @@ def _start_failures() -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve the mount of the command line, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="gpufs.daemon")
-    parser.add_argument("--answer-fd", type=int)
-    parser.add_argument("--log-fd", type=int, default=-1)
-    parser.add_argument("--takeover-fd", type=int)
-    parser.add_argument("mountpoint")
-    chosen = parser.parse_args(arguments)
-    if chosen.answer_fd is not None:
-        os.set_inheritable(chosen.answer_fd, False)
-    if chosen.log_fd >= 0:
-        os.set_inheritable(chosen.log_fd, False)
-    answer = LauncherAnswer(chosen.answer_fd)
+    # By hand: argparse would be a part of each start, and its help is for nobody.
+    *options, path = sys.argv[1:] if arguments is None else arguments
+    passed = {name: int(number) for name, number in zip(options[::2], options[1::2], strict=True)}
+    answer_fd, takeover_fd = passed.get("--answer-fd"), passed.get("--takeover-fd")
+    log_fd = passed.get("--log-fd", -1)
+    for fd in (answer_fd, log_fd):
+        if fd is not None and fd >= 0:
+            os.set_inheritable(fd, False)
+    answer = LauncherAnswer(answer_fd)
     logs = None
     try:
         taken = None
-        if chosen.takeover_fd is not None:
-            taken = takeover.begin(chosen.takeover_fd, chosen.mountpoint)
+        if takeover_fd is not None:
+            taken = takeover.begin(takeover_fd, path)
         request = taken.request if taken is not None else MountRequest.decode(sys.stdin.buffer.read())
         environment.set_limits(core_dumps=bool(request.config["core_dumps"]))
         logs = Log(
             request.config["log_file"],
             request.config["log_level"],
             foreground=request.foreground and taken is None,
-            fd=chosen.log_fd if taken is None else taken.held.get(Key.LOG, -1),
+            fd=log_fd if taken is None else taken.held.get(Key.LOG, -1),
         )
         environment.spare_from_oom_killer()
         os.umask(0)
         _serve(request, answer, logs, taken)
     except StartFailure as failure:
-        if chosen.takeover_fd is not None:
+        if takeover_fd is not None:
             log.error("%s", failure.message)  # no launcher waits for it
-            send_reason(chosen.takeover_fd, failure.message)
+            send_reason(takeover_fd, failure.message)
         _report(answer, failure.errno, failure.message)
         return 1
     except MemoryError:

@@ -95,26 +95,11 @@ def _place_names(
     readme: bytes,
     control_files: Mapping[str, Callable[[int], Content]],
 ) -> dict[int, ControlFile]:
-    """Create the names that every mount has.
+    """Create the names that every mount has, and return its control files by inode number.
 
-    Parameters
-    ----------
-    mount
-        A mount without names.
-    devices
-        Each gets its directory, gpu0, gpu1, ..., host0. ``.gpufs/by-uuid`` has a symbolic link to each that has a UUID,
-        for a name that stays the same whatever the order of the devices.
-    uid, gid, device_mode
-        Owner of all names, and the permission bits of the devices' directories.
-    readme
-        The text of ``README``.
-    control_files
-        Name below ``.gpufs`` to the function that makes the content.
-
-    Returns
-    -------
-    dict
-        The control files by inode number.
+    Each device gets its directory, gpu0, gpu1, ..., host0. ``.gpufs/by-uuid`` has a symbolic link to each that has a
+    UUID, for a name that stays the same whatever the order of the devices. ``control_files``: by the name below
+    ``.gpufs`` the function that makes the content.
     """
 
     def place(directory: int, name: bytes, mode: int, *, device: int = -1, size: int = 0, target: bytes = b"") -> int:

@@ -20,6 +20,7 @@ from typing import Final
 import trio
 
 from gpufs import syscalls, threads
+from gpufs.syscalls import closed_after
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -66,13 +67,7 @@ class Keeper:
     """
 
     def __init__(self, mountpoint: str, held: Mapping[int, int] | None = None, fd: int | None = None) -> None:
-        """Start the process, or adopt the one that has started this daemon and sent what is ``held``.
-
-        Raises
-        ------
-        OSError
-            It cannot be started.
-        """
+        """Start the process (or OSError), or adopt the one that has started this daemon and sent what is ``held``."""
         self._mountpoint = mountpoint
         self._environment = dict(os.environb)
         self._held = dict(held or {})
@@ -193,11 +188,8 @@ class Keeper:
 
     def _send_program(self, kind: MessageKind, command: Sequence[str]) -> None:
         words = [*map(os.fsencode, command), *(name + b"=" + value for name, value in self._environment.items())]
-        memfd = new_memfd("gpufs-program", b"".join(word + b"\0" for word in words))
-        try:
+        with closed_after(new_memfd("gpufs-program", b"".join(word + b"\0" for word in words))) as memfd:
             self._send(kind, [len(command)], [memfd])
-        finally:
-            os.close(memfd)
 
     def _send_held(self, descriptors: Mapping[int, int]) -> None:
         keys = list(descriptors)

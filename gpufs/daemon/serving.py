@@ -60,25 +60,7 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(eq=False)
 class Serving:
-    """One mount while it answers requests.
-
-    Parameters
-    ----------
-    first_obstacle
-        The reason why the knobs and devices rule out that the mount survives; None if they do not.
-    answers
-        Called once the mount answers requests.
-    early
-        Signals that came before this object could wait for them.
-    owner
-        A descriptor of the process with which the mount ends; -1 for none.
-    notes
-        What the user gets to read once the mount answers.
-    died
-        When the daemon died that served the mount before, in nanoseconds of CLOCK_MONOTONIC; None for a new mount.
-    kept
-        What that daemon's clients had, which the service takes over; or where that of this daemon is kept.
-    """
+    """One mount while it answers requests."""
 
     request: MountRequest
     answer: LauncherAnswer
@@ -86,14 +68,16 @@ class Serving:
     mount: engine.Mount
     entry: mounting.MountEntry
     keeper: Keeper | None
+    # The reason why the knobs and devices rule out that the mount survives; None if they do not.
     first_obstacle: str | None
     socket_path: str
-    answers: Callable[[], None]
-    early: list[int]
-    owner: int
-    notes: list[str]
+    answers: Callable[[], None]  # called once the mount answers requests
+    early: list[int]  # signals that came before this object could wait for them
+    owner: int  # a descriptor of the process with which the mount ends; -1 for none
+    notes: list[str]  # what the user gets to read once the mount answers
+    # When the daemon died that served the mount before, in nanoseconds of CLOCK_MONOTONIC; None for a new mount.
     died: int | None
-    kept: Kept
+    kept: Kept  # what that daemon's clients had, which the service takes over; or where that of this daemon is kept
     service: Service | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)  # the launcher has been told that the mount works
     _manager: environment.ServiceManager = field(default_factory=environment.ServiceManager, init=False)

@@ -44,12 +44,7 @@ def prepare(
 ) -> None:
     """Give the keeper what the next daemon needs to begin, and the command that starts it.
 
-    Parameters
-    ----------
-    connection
-        The descriptor of /dev/fuse.
-    owner
-        A descriptor of the process with which the mount ends; -1 for none.
+    ``connection``: of /dev/fuse. ``owner``: a descriptor of the process with which the mount ends; -1 for none.
     """
     listed = {**entry._asdict(), "flags": sorted(entry.flags)}
     lasting = replace(request, config=request.config | _chosen(request, mount.engine))
@@ -93,27 +88,16 @@ def instruct(keeper: Keeper, request: MountRequest, entry: mounting.MountEntry, 
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """The state with which a new daemon begins.
-
-    Parameters
-    ----------
-    entry
-        The mount's entry; the last one if it is not where it was mounted any more.
-    held, memory
-        The descriptors that the keeper holds, by :class:`Key`, and those of memory by the engine's keys.
-    released
-        Handles of files that were closed while there was no daemon.
-    died
-        When the former daemon had ended, in nanoseconds of CLOCK_MONOTONIC.
-    """
+    """The state with which a new daemon begins."""
 
     request: MountRequest
-    entry: mounting.MountEntry
+    entry: mounting.MountEntry  # the mount's entry; the last one if it is not where it was mounted any more
     keeper: Keeper
+    # The descriptors that the keeper holds, by :class:`Key`, and those of memory by the engine's keys.
     held: dict[int, int]
     memory: dict[int, int]
-    released: list[int]
-    died: int
+    released: list[int]  # handles of files that were closed while there was no daemon
+    died: int  # when the former daemon had ended, in nanoseconds of CLOCK_MONOTONIC
 
 
 def leave_to_the_keeper(code: int, logs: Log) -> NoReturn:

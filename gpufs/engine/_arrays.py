@@ -66,28 +66,15 @@ class DeviceRange:
 
 @dataclass(frozen=True, slots=True)
 class ArrayMemory:
-    """Contiguous memory of an object.
+    """Contiguous memory of an object."""
 
-    Attributes
-    ----------
-    address, bytes
-        Where the memory begins, and its size.
-    read_only
-        Whether it may not be written.
-    keep
-        What keeps the memory allocated.
-    on_host
-        Whether it is host memory; None if that is not known.
-    device
-        The number of its device as the vendor counts; None if the object does not name it.
-    """
-
+    # Where the memory begins, and its size.
     address: int
     bytes: int
-    read_only: bool
-    keep: object
-    on_host: bool | None = True
-    device: int | None = 0
+    read_only: bool  # whether it may not be written
+    keep: object  # what keeps the memory allocated
+    on_host: bool | None = True  # whether it is host memory; None if that is not known
+    device: int | None = 0  # the number of its device as the vendor counts; None if the object does not name it
 
     def release(self) -> None:
         """End the use of an object with the buffer protocol."""
@@ -116,29 +103,12 @@ class SupportsDLPack(Protocol):
 
 
 def device_range(engine: Engine, memory: object, *, writable: bool) -> tuple[DeviceRange, object]:
-    """Find the device memory of an array.
+    """Find the device memory of an array, or a DeviceRange, and what must be kept alive while it is used.
 
-    Parameters
-    ----------
-    engine
-        Decides what kind of memory it must be. For the host driver: a contiguous object with the buffer protocol, or an
-        array in host memory with DLPack. For GPUs: an array with ``__cuda_array_interface__`` (CUDA) or DLPack.
-    memory
-        The array, or a DeviceRange. The program's own work on it must be over: synchronise its stream first.
-    writable
-        Whether it must be writable.
-
-    Returns
-    -------
-    DeviceRange, object
-        The memory, and what must be kept alive while it is used.
-
-    Raises
-    ------
-    ValueError
-        The array is not contiguous, is read-only although ``writable``, or is on another kind of device.
-    TypeError
-        The object is not an array.
+    For the host driver ``memory`` is a contiguous object with the buffer protocol, or an array in host memory with
+    DLPack; for GPUs an array with ``__cuda_array_interface__`` (CUDA) or DLPack. The program's own work on it must be
+    over. TypeError for another object; ValueError for an array that is not contiguous, is read-only although
+    ``writable``, or is on another kind of device.
     """
     if isinstance(memory, DeviceRange):
         return memory, None

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gpufs.engine._arguments import choice, instance, signed
-from gpufs.engine._binding import check
+from gpufs.engine._binding import HANDLE, result_of
 from gpufs.engine._engine import Engine, refusal_names
 from gpufs.engine._futures import OperationFuture, start
 from gpufs.engine._native import ffi, lib
 from gpufs.engine._operations import Operation
 from gpufs.engine._streams import Stream, StreamLike
 from gpufs.engine._transfer import HostFile, Transfer
+from gpufs.syscalls import closed_after
 
 if TYPE_CHECKING:
     from gpufs.engine._buffer import Memory
@@ -69,11 +70,10 @@ class BackingFile(HostFile):
     __slots__ = ()
 
     def __init__(self, engine: Engine, fd: int) -> None:
-        handle = ffi.new("gpufs_handle *")
         instance("engine", Engine, engine)
-        check(lib.gpufs_backing_open(engine._handle, signed("fd", fd), handle))
+        handle = result_of(HANDLE, lib.gpufs_backing_open, engine._handle, signed("fd", fd))
         self.engine = engine
-        self._own(handle[0])
+        self._own(handle)
 
     @classmethod
     def open(
@@ -88,17 +88,13 @@ class BackingFile(HostFile):
         """
         modes = {"r": os.O_RDONLY, "r+": os.O_RDWR, "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC}
         flags = choice("mode", modes, mode)
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
-        try:
+        with closed_after(os.open(path, flags | os.O_CLOEXEC, 0o666)) as fd:
             return cls(engine, fd)
-        finally:
-            os.close(fd)
 
     @property
     def info(self) -> BackingInfo:
         """The facts that the engine knows about the file."""
-        info = ffi.new("gpufs_backing_info *")
-        check(lib.gpufs_backing_info_get(self._handle, info))
+        info = result_of("gpufs_backing_info *", lib.gpufs_backing_info_get, self._handle)
         return BackingInfo(
             ffi.string(info.file_system).decode(errors="replace"),
             bool(info.block_device),

@@ -6,9 +6,14 @@ import weakref
 from collections.abc import Callable
 from errno import ETIMEDOUT
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
 from gpufs.engine._native import ffi, lib
+
+# Looked up once: parsing a type's name costs more than the calls that use it.
+HANDLE: Final = ffi.typeof("gpufs_handle *")
+NUMBER: Final = ffi.typeof("uint64_t *")
+SMALL_NUMBER: Final = ffi.typeof("int32_t *")
 
 
 class EngineError(OSError):
@@ -46,6 +51,13 @@ def check(status: Any) -> None:
     """Raise EngineError unless the status is success."""
     if status.error:
         raise failure(status)
+
+
+def result_of(kind: Any, call: Any, *arguments: Any) -> Any:
+    """Return what a call writes to its last argument, a pointer of this ``kind``. Raise EngineError if it fails."""
+    result = ffi.new(kind)
+    check(call(*arguments, result))
+    return result[0]
 
 
 def python_function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from gpufs.drivers import DRIVERS
 from gpufs.engine._arguments import instance, signed, text, unsigned
 from gpufs.engine._arrays import dlpack_capsule, host_memory
-from gpufs.engine._binding import Handle, check
+from gpufs.engine._binding import HANDLE, NUMBER, Handle, check, result_of
 from gpufs.engine._engine import Engine
 from gpufs.engine._mapping import SharedPiece
 from gpufs.engine._native import ffi, lib
@@ -25,6 +25,7 @@ SEEK_HOLE: Final[int] = lib.GPUFS_SEEK_HOLE
 KEEP_SIZE: Final[int] = lib.GPUFS_KEEP_SIZE
 PUNCH_HOLE: Final[int] = lib.GPUFS_PUNCH_HOLE
 ZERO_RANGE: Final[int] = lib.GPUFS_ZERO_RANGE
+_INFO: Final = ffi.typeof("gpufs_buffer_info *")
 _NO_LIMIT: Final = (1 << 64) - 1
 _AT_ONCE: Final = 256  # pieces of one call
 
@@ -91,12 +92,11 @@ class Buffer(Handle):
     _views: list[tuple[int, int, object]]
 
     def __init__(self, engine: Engine, device: int = 0) -> None:
-        handle = ffi.new("gpufs_handle *")
         instance("engine", Engine, engine)
-        check(lib.gpufs_buffer_create(engine._handle, signed("device", device), handle))
+        handle = result_of(HANDLE, lib.gpufs_buffer_create, engine._handle, signed("device", device))
         self.engine = engine
         self._views = []
-        self._own(handle[0])
+        self._own(handle)
 
     @classmethod
     def _adopt(cls, engine: Engine, handle: int) -> Self:
@@ -184,8 +184,7 @@ class Buffer(Handle):
     @property
     def info(self) -> BufferInfo:
         """The facts about the buffer now."""
-        info = ffi.new("gpufs_buffer_info *")
-        check(lib.gpufs_buffer_info_get(self._handle, info))
+        info = result_of(_INFO, lib.gpufs_buffer_info_get, self._handle)
         limit = None if info.room_bytes == _NO_LIMIT else info.room_bytes
         return BufferInfo(info.size, info.held_bytes, limit, info.device, info.placement, info.parked_bytes)
 
@@ -251,11 +250,10 @@ class Buffer(Handle):
     def _move(self, call: Any, offset: int, memory: Any, *, writable: bool) -> int:
         host = host_memory(memory, writable=writable)
         try:
-            done = ffi.new("uint64_t *")
-            check(call(self._handle, unsigned("offset", offset), ffi.cast("void *", host.address), host.bytes, done))
+            place = self._handle, unsigned("offset", offset), ffi.cast("void *", host.address), host.bytes
+            return int(result_of(NUMBER, call, *place))
         finally:
             host.release()
-        return int(done[0])
 
     def copy_from(self, source: "Buffer", source_offset: int = 0, offset: int = 0, size: int | None = None) -> int:
         """Copy from another buffer of the engine, within the device or between devices.
@@ -275,11 +273,9 @@ class Buffer(Handle):
             The bytes copied, fewer than ``size`` only at the end of the source. Holes become zeros.
         """
         instance("source", Buffer, source)
-        done = ffi.new("uint64_t *")
         count = (1 << 64) - 1 if size is None else unsigned("size", size)
         place = unsigned("source_offset", source_offset), self._handle, unsigned("offset", offset)
-        check(lib.gpufs_buffer_copy(source._handle, *place, count, done))
-        return int(done[0])
+        return int(result_of(NUMBER, lib.gpufs_buffer_copy, source._handle, *place, count))
 
     def await_memory(self, size: int, seconds: float) -> None:
         """Wait before a growth by ``size`` bytes, while they are missing and memory of removed files is being freed.
@@ -326,9 +322,8 @@ class Buffer(Handle):
         EngineError
             ENXIO if ``offset`` is past the end, or no data follows it.
         """
-        position = ffi.new("uint64_t *")
-        check(lib.gpufs_buffer_seek(self._handle, signed("whence", whence), unsigned("offset", offset), position))
-        return int(position[0])
+        place = signed("whence", whence), unsigned("offset", offset)
+        return int(result_of(NUMBER, lib.gpufs_buffer_seek, self._handle, *place))
 
 
 class Lease(Handle):
@@ -382,10 +377,8 @@ class Lease(Handle):
     ) -> None:
         instance("buffer", Buffer, buffer)
         flags = (lib.GPUFS_LEASE_WRITE if writable else 0) | (lib.GPUFS_LEASE_LOCAL if local else 0)
-        handle = ffi.new("gpufs_handle *")
         place = -1 if placement is None else unsigned("placement", placement)
-        check(lib.gpufs_lease_open(buffer._handle, flags, text("label", label), place, handle))
-        self._own(handle[0])
+        self._own(result_of(HANDLE, lib.gpufs_lease_open, buffer._handle, flags, text("label", label), place))
 
     @classmethod
     def _adopt(cls, handle: int) -> "Lease":
@@ -394,9 +387,7 @@ class Lease(Handle):
         return lease
 
     def _info(self) -> Any:
-        info = ffi.new("gpufs_lease_info *")
-        check(lib.gpufs_lease_info_get(self._handle, info))
-        return info
+        return result_of("gpufs_lease_info *", lib.gpufs_lease_info_get, self._handle)
 
     @property
     def bytes(self) -> int:

@@ -3,13 +3,13 @@
 import json
 import os
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 from gpufs.engine._arguments import choice, instance, seconds, signed, text, unsigned
-from gpufs.engine._binding import EngineError, Handle, check
+from gpufs.engine._binding import HANDLE, NUMBER, SMALL_NUMBER, EngineError, Handle, check, result_of
 from gpufs.engine._in_use import WorkInProgress
 from gpufs.engine._native import ffi, lib
+from gpufs.syscalls import Closing
 
 LockPolicy = Literal["auto", "off", "mandatory"]
 HipMemory = Literal["auto", "virtual", "plain"]
@@ -121,8 +121,7 @@ class Device:
     @property
     def info(self) -> DeviceInfo:
         """The device's constant properties. EngineError EBADF once the engine is closed."""
-        info = ffi.new("gpufs_device_info *")
-        check(lib.gpufs_engine_device_info(self.engine._handle, self.index, info))
+        info = result_of("gpufs_device_info *", lib.gpufs_engine_device_info, self.engine._handle, self.index)
         return DeviceInfo(
             index=info.index,
             name=ffi.string(info.name).decode(errors="replace"),
@@ -143,8 +142,7 @@ class Device:
 
     def memory(self) -> DeviceMemory:
         """Return how much memory is in use now. EngineError EBADF once the engine is closed."""
-        memory = ffi.new("gpufs_device_memory *")
-        check(lib.gpufs_engine_device_memory(self.engine._handle, self.index, memory))
+        memory = result_of("gpufs_device_memory *", lib.gpufs_engine_device_memory, self.engine._handle, self.index)
         health = None
         if memory.health_error:
             health = EngineError(memory.health_error, "the device is out of service", memory.health_device_code)
@@ -237,14 +235,11 @@ class Engine(Handle):
                 "host_memory_bytes": unsigned("host_memory_bytes", host_memory_bytes),
             },
         )
-        handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_engine_open(options, handle))
+        handle = result_of(HANDLE, lib.gpufs_engine_open, options)
         self._users = WorkInProgress()
-        self._own(handle[0], self._users.close)
+        self._own(handle, self._users.close)
         self.driver = driver
-        opened = ffi.new("int32_t *")
-        check(lib.gpufs_engine_device_count(self._handle, opened))
-        self._devices = int(opened[0])
+        self._devices = int(result_of(SMALL_NUMBER, lib.gpufs_engine_device_count, self._handle))
         self.statistics_describe({})
 
     @property
@@ -346,9 +341,8 @@ def fastpath_probe(driver: str) -> list[str]:
     list of str
         Names as of :func:`refusal_names`; empty if it has a fastpath.
     """
-    refusals = ffi.new("uint32_t *")
-    check(lib.gpufs_fastpath_probe(ffi.new("char[]", text("driver", driver)), refusals))
-    return refusal_names(int(refusals[0]))
+    name = ffi.new("char[]", text("driver", driver))
+    return refusal_names(int(result_of("uint32_t *", lib.gpufs_fastpath_probe, name)))
 
 
 def refusal_names(mask: int) -> list[str]:
@@ -369,7 +363,7 @@ def refusal_names(mask: int) -> list[str]:
     return [_REFUSALS[bit] if bit < len(_REFUSALS) else f"bit {bit}" for bit in bits]
 
 
-class Trace:
+class Trace(Closing):
     """Records the whole process from its creation to close(), or the end of ``with``.
 
     docs/internals/trace-records.md describes the records.
@@ -403,9 +397,7 @@ class Trace:
         if not self._open:
             return b""
         space = ffi.new("char[]", unsigned("size", size))
-        count = ffi.new("uint64_t *")
-        check(lib.gpufs_trace_read(space, size, count))
-        data: bytes = ffi.buffer(space, count[0])[:]
+        data: bytes = ffi.buffer(space, result_of(NUMBER, lib.gpufs_trace_read, space, size))[:]
         return data
 
     def close(self) -> None:
@@ -413,11 +405,3 @@ class Trace:
         if self._open and self._owner == os.getpid():
             self._open = False
             check(lib.gpufs_trace_stop())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

@@ -55,21 +55,10 @@ def keep_for_ever(held: object) -> None:
 
 
 def close_or_defer(wait: Callable[[int], bool], used: InUse, handle: int) -> Any:
-    """Close a handle that has work in progress.
+    """Close a handle that has work in progress, which uses what is ``used``. Return the status of closing.
 
-    Parameters
-    ----------
-    wait
-        Waits a second at most until the work of the handle is over, and returns whether it is.
-    used
-        What the work uses. It is kept alive until then.
-    handle
-        The handle.
-
-    Returns
-    -------
-    status
-        Of closing. If it is ETIMEDOUT, a thread closes the handle when the work is over.
+    If that is ETIMEDOUT, a thread closes it when the work is over: ``wait`` waits for that, a second at most, and
+    returns whether it is.
     """
     status = lib.gpufs_close(handle)
     if status.error == errno.ETIMEDOUT:

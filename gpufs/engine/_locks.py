@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpufs.engine._arguments import instance, unsigned
 from gpufs.engine._arrays import ArrayMemory, host_memory
-from gpufs.engine._binding import EngineError, Handle, check
+from gpufs.engine._binding import EngineError, Handle, check, result_of
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
 
@@ -114,13 +114,8 @@ class HostLock(Handle):
         return int(self._info().device_address) or None
 
     def _info(self) -> Any:
-        info = ffi.new("gpufs_host_lock_info *")
-        check(
-            lib.gpufs_host_lock_info_get(
-                self.engine._handle, ffi.cast("void *", self._host.address), self._host.bytes, info
-            )
-        )
-        return info
+        place = self.engine._handle, ffi.cast("void *", self._host.address), self._host.bytes
+        return result_of("gpufs_host_lock_info *", lib.gpufs_host_lock_info_get, *place)
 
     def unlock(self) -> None:
         """Unlock it. EngineError ENOENT when that has been done; the driver's own failure leaves it locked."""

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 from gpufs.engine import _native
 from gpufs.engine._arguments import text, unsigned
-from gpufs.engine._binding import Handle, check
+from gpufs.engine._binding import HANDLE, Handle, check, result_of
 from gpufs.engine._native import ffi, lib
 
 # The functions for torch.cuda.memory.CUDAPluggableAllocator: library, allocation, release.
@@ -66,12 +66,11 @@ class Mapping(Handle):
     __slots__ = ()
 
     def __init__(self, driver: str, pci_address: str, *, writable: bool, private: bool = False, reserve: int) -> None:
-        handle = ffi.new("gpufs_handle *")
         flags = (lib.GPUFS_LEASE_WRITE if writable else 0) | (lib.GPUFS_MAPPING_PRIVATE if private else 0)
         names = text("driver", driver), text("pci_address", pci_address)
-        check(lib.gpufs_mapping_open(*names, flags, unsigned("reserve", reserve), handle))
+        handle = result_of(HANDLE, lib.gpufs_mapping_open, *names, flags, unsigned("reserve", reserve))
         # Not at the exit: daemon threads, finalizers and exit handlers may still use the memory.
-        self._own(handle[0], at_exit=False)
+        self._own(handle, at_exit=False)
 
     def add(self, pieces: Iterable[SharedPiece]) -> None:
         """Map pieces after what is mapped. Their descriptors are closed, also after a failure.
@@ -135,9 +134,7 @@ class Mapping(Handle):
         check(lib.gpufs_mapping_explain_accesses(self._handle, text("reason", reason)))
 
     def _info(self) -> Any:
-        info = ffi.new("gpufs_mapping_info *")
-        check(lib.gpufs_mapping_info_get(self._handle, info))
-        return info
+        return result_of("gpufs_mapping_info *", lib.gpufs_mapping_info_get, self._handle)
 
     @property
     def address(self) -> int:
@@ -187,9 +184,7 @@ class AddressPool(Handle):
     __slots__ = ()
 
     def __init__(self, address: int, size: int) -> None:
-        handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_pool_open(address, size, handle))
-        self._own(handle[0])
+        self._own(result_of(HANDLE, lib.gpufs_pool_open, address, size))
 
     def enter(self) -> None:
         """Have the calling thread allocate from this pool until leave()."""

@@ -7,7 +7,7 @@ from errno import ENOENT
 from operator import attrgetter
 from typing import Final, Literal
 
-from gpufs.engine._binding import EngineError, Handle, check
+from gpufs.engine._binding import HANDLE, NUMBER, SMALL_NUMBER, EngineError, Handle, check, result_of
 from gpufs.engine._buffer import Buffer, Lease
 from gpufs.engine._engine import Engine
 from gpufs.engine._mapping import SharedPiece
@@ -29,9 +29,7 @@ _SHARE_KINDS: Final[dict[_ShareKind, int]] = {
 
 # Looked up once: parsing a type's name costs more than the calls that use it.
 _ATTRIBUTES = ffi.typeof("gpufs_attributes *")
-_NUMBER = ffi.typeof("uint64_t *")
 _TEXT = ffi.typeof("const char **")
-_HANDLE = ffi.typeof("gpufs_handle *")
 
 
 @dataclass(slots=True)
@@ -172,17 +170,14 @@ class Mount(Handle):
                 "kept_count": len(listed),
             },
         )
-        handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_mount_open(engine._handle, options, handle))
+        handle = result_of(HANDLE, lib.gpufs_mount_open, engine._handle, options)
         self.engine = engine
-        self._own(handle[0])
+        self._own(handle)
 
     @property
     def journal_fd(self) -> int:
         """A descriptor of the mount's, by which another process can continue it. EngineError without a keeper."""
-        fd = ffi.new("int32_t *")
-        check(lib.gpufs_mount_journal(self._handle, fd))
-        return int(fd[0])
+        return int(result_of(SMALL_NUMBER, lib.gpufs_mount_journal, self._handle))
 
     def release_forgotten(self) -> None:
         """Free the memory of files of the process before that the kernel has forgotten: call it from time to time."""
@@ -220,9 +215,7 @@ class Mount(Handle):
     @property
     def ended_fd(self) -> int:
         """A descriptor of the mount's that becomes readable once the connection has ended."""
-        fd = ffi.new("int *")
-        check(lib.gpufs_mount_ended_fd(self._handle, fd))
-        return int(fd[0])
+        return int(result_of("int *", lib.gpufs_mount_ended_fd, self._handle))
 
     def busiest(self, most: int) -> list[tuple[int, int, int]]:
         """Return (inode, bytes read, bytes written) of the files that moved most bytes since the last call, sorted.
@@ -235,9 +228,7 @@ class Mount(Handle):
 
     def files(self, device: int) -> int:
         """Return how many regular files a device has, those without a name included."""
-        count = ffi.new(_NUMBER)
-        check(lib.gpufs_mount_files(self._handle, device, count))
-        return int(count[0])
+        return int(result_of(NUMBER, lib.gpufs_mount_files, self._handle, device))
 
     def inodes(self) -> int:
         """Return how many inodes the mount has in memory."""
@@ -296,14 +287,13 @@ class Mount(Handle):
         int
             The inode number.
         """
-        ino = ffi.new(_NUMBER)
         wanted = ffi.new(_ATTRIBUTES, _VALUES(attributes))
-        check(lib.gpufs_name_place(self._handle, directory, name, wanted, ffi.NULL if target is None else target, ino))
-        return int(ino[0])
+        place = self._handle, directory, name, wanted, ffi.NULL if target is None else target
+        return int(result_of(NUMBER, lib.gpufs_name_place, *place))
 
     def find(self, path: bytes) -> int | None:
         """Return the inode at a path below the root, without following symbolic links; None if absent."""
-        ino = ffi.new(_NUMBER)
+        ino = ffi.new(NUMBER)
         status = lib.gpufs_name_find(self._handle, path, ino)
         if status.error == ENOENT:
             return None
@@ -333,9 +323,7 @@ class Mount(Handle):
 
     def inode_get(self, ino: int) -> Attributes:
         """Return the attributes of an inode as they are now. EngineError ENOENT if unknown."""
-        attributes = ffi.new(_ATTRIBUTES)
-        check(lib.gpufs_inode_get(self._handle, ino, attributes))
-        return Attributes(*_VALUES(attributes))
+        return Attributes(*_VALUES(result_of(_ATTRIBUTES, lib.gpufs_inode_get, self._handle, ino)))
 
     def inode_written(self, ino: int) -> None:
         """Set the times and clear set-id bits after a change by other means, for example by a transfer.
@@ -350,9 +338,7 @@ class Mount(Handle):
         The result is the reply's file handle; file_release() ends it. The descriptor's mode and O_APPEND count; it must
         not have O_DIRECT. May block for as long as the file's server does. EngineError as BackingFile's.
         """
-        fh = ffi.new(_NUMBER)
-        check(lib.gpufs_backing_file_open(self._handle, fd, fh))
-        return int(fh[0])
+        return int(result_of(NUMBER, lib.gpufs_backing_file_open, self._handle, fd))
 
     def file_release(self, fh: int) -> None:
         """Close a file for RELEASE. EngineError EBADF for an unknown file handle."""
@@ -363,19 +349,15 @@ class Mount(Handle):
 
         EngineError ENOENT if unknown, EISDIR or EINVAL without a buffer.
         """
-        handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_mount_buffer(self._handle, ino, handle))
-        return Buffer._adopt(self.engine, handle[0])
+        return Buffer._adopt(self.engine, result_of(HANDLE, lib.gpufs_mount_buffer, self._handle, ino))
 
     def lease_again(self, ino: int, size: int, *, writable: bool, label: str) -> Lease:
         """Open a lease that another process had on the first ``size`` bytes of a file. ``label``: as of Lease.
 
         EngineError ENOENT without such a file.
         """
-        handle = ffi.new(_HANDLE)
-        flags = lib.GPUFS_LEASE_WRITE if writable else 0
-        check(lib.gpufs_lease_open_again(self._handle, ino, flags, size, label.encode(), handle))
-        return Lease._adopt(handle[0])
+        wanted = ino, lib.GPUFS_LEASE_WRITE if writable else 0, size, label.encode()
+        return Lease._adopt(result_of(HANDLE, lib.gpufs_lease_open_again, self._handle, *wanted))
 
     def inode_register(
         self,
@@ -422,9 +404,7 @@ class Mount(Handle):
         EngineError EOPNOTSUPP without a host tier, EINVAL for anything but a file on a device, EBUSY if a program has a
         lease on it, ENOSPC and EDQUOT if the host tier is full or a limit of the file's owner there is reached.
         """
-        parked = ffi.new("int32_t *")
-        check(lib.gpufs_inode_park(self._handle, ino, parked))
-        return bool(parked[0])
+        return bool(result_of(SMALL_NUMBER, lib.gpufs_inode_park, self._handle, ino))
 
     def inode_bring_back(self, ino: int) -> None:
         """Move the contents of a file back to its device. EngineError ENOSPC, EDQUOT: as for a write."""

@@ -12,7 +12,7 @@ from errno import EAGAIN
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.engine._arguments import instance, seconds, unsigned
-from gpufs.engine._binding import EngineError, Handle, check, failure
+from gpufs.engine._binding import HANDLE, NUMBER, EngineError, Handle, check, failure, result_of
 from gpufs.engine._engine import Engine, refusal_names
 from gpufs.engine._in_use import InUse, close_or_defer
 from gpufs.engine._native import ffi, lib
@@ -99,9 +99,7 @@ class OperationQueue(InUse):
     def __init__(self, engine: Engine, capacity: int, end: Callable[[Any, Any], Any]) -> None:
         """``end`` makes the result of what was submitted with an operation, and the C interface's completion."""
         super().__init__()
-        handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_queue_open(engine._handle, unsigned("capacity", capacity), handle))
-        self.handle = int(handle[0])
+        self.handle = int(result_of(HANDLE, lib.gpufs_queue_open, engine._handle, unsigned("capacity", capacity)))
         self.lock = threading.Lock()  # guards all below
         self.under_way: dict[int, tuple[Any, object]] = {}
         self.ended: list[Any] = []  # results
@@ -138,15 +136,15 @@ class OperationQueue(InUse):
     def collect(self, fewest: int, seconds: float, most: int = MOST_AT_ONCE) -> int:
         """Add at most so many results to ``ended``: wait so long for ``fewest``. Returns how many operations ended."""
         completions = ffi.new("gpufs_completion[]", most)
-        count = ffi.new("uint64_t *")
-        check(lib.gpufs_queue_collect(self.handle, completions, most, fewest, math.ceil(seconds * 1000), count))
+        wanted = completions, most, fewest, math.ceil(seconds * 1000)
+        count = int(result_of(NUMBER, lib.gpufs_queue_collect, self.handle, *wanted))
         with self.lock:
-            for index in range(count[0]):
+            for index in range(count):
                 # One that was cancelled while it was refused was never submitted.
                 kept = self.under_way.pop(completions[index].cookie, None)
                 if kept is not None:
                     self.ended.append(self._end(kept[0], completions[index]))
-        return int(count[0])
+        return count
 
     def wait(self, handle: int) -> bool:
         """Wait a second at most until all operations have ended, and return whether they have, or the queue is gone."""
@@ -281,9 +279,7 @@ class Batch(Handle):
     @property
     def under_way(self) -> int:
         """The number of operations that have not ended."""
-        count = ffi.new("uint64_t *")
-        check(lib.gpufs_queue_under_way(self._handle, count))
-        return int(count[0])
+        return int(result_of(NUMBER, lib.gpufs_queue_under_way, self._handle))
 
     def cancel(self) -> None:
         """Ask all operations to stop. Their results are collected like those of others."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 from gpufs.engine._arguments import choice, instance, seconds, signed, unsigned, view_of
-from gpufs.engine._binding import Handle, check, failure
+from gpufs.engine._binding import HANDLE, Handle, check, failure, result_of
 from gpufs.engine._engine import Engine
 from gpufs.engine._native import ffi, lib
 
@@ -196,17 +196,14 @@ class Stream(Handle):
         flags = lib.GPUFS_STREAM_ALIGNED if aligned else 0
         for name in fixed:
             flags |= choice("fixed", _FIXED, name)
-        handle = ffi.new("gpufs_handle *")
         native = ffi.NULL if stream is None else ffi.new("uint64_t *", native_handle(stream))
         where = (0 if stream is None else -1) if device is None else signed("device", device)
-        check(lib.gpufs_stream_open(engine._handle, where, native, flags, handle))
+        handle = result_of(HANDLE, lib.gpufs_stream_open, engine._handle, where, native, flags)
         self.engine = engine
-        self._own(handle[0])
+        self._own(handle)
 
     def _info(self) -> Any:
-        info = ffi.new("gpufs_stream_info *")
-        check(lib.gpufs_stream_info_get(self._handle, info))
-        return info
+        return result_of("gpufs_stream_info *", lib.gpufs_stream_info_get, self._handle)
 
     @property
     def handle(self) -> int:

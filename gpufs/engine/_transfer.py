@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpufs.engine._arguments import choice, instance, seconds, signed, unsigned
 from gpufs.engine._arrays import device_range
-from gpufs.engine._binding import EngineError, Handle, check
+from gpufs.engine._binding import HANDLE, SMALL_NUMBER, EngineError, Handle, check, result_of
 from gpufs.engine._buffer import Buffer
 from gpufs.engine._engine import SWITCHES, Engine, Switch, refusal_names
 from gpufs.engine._in_use import InUse, close_or_defer
@@ -28,6 +28,7 @@ _SYNCS: Final[dict[str, int]] = {
     "full": lib.GPUFS_SYNC_FULL,
 }
 _STATES: Final[tuple[Literal["queued", "running", "done"], ...]] = ("queued", "running", "done")  # as GPUFS_TRANSFER_
+_PROGRESS: Final = ffi.typeof("gpufs_transfer_progress *")
 _TO_THE_END: Final = (1 << 64) - 1
 _PART_SECONDS: Final = 0.05  # of waiting, between which the interpreter can handle signals
 
@@ -202,22 +203,17 @@ class Transfer(Handle):
         wanted = TransferRequest(direction, file, memory, size, file_offset, buffer_offset, **options)
         request = ffi.new("gpufs_transfer_request *")
         used = InUse(wanted._fill_transfer(request, size, file_offset, buffer_offset))
-        handle = ffi.new("gpufs_handle *")
-        check(lib.gpufs_transfer_start(file.engine._handle, request, handle))
+        handle = result_of(HANDLE, lib.gpufs_transfer_start, file.engine._handle, request)
         file.engine._users.add(used)
-        self._own(handle[0], functools.partial(close_or_defer, _over_within_a_second, used))
+        self._own(handle, functools.partial(close_or_defer, _over_within_a_second, used))
 
     @property
     def event_fd(self) -> int:
         """A descriptor that is readable once the transfer is done; valid until the transfer is closed."""
-        fd = ffi.new("int *")
-        check(lib.gpufs_transfer_event_fd(self._handle, fd))
-        return int(fd[0])
+        return int(result_of("int *", lib.gpufs_transfer_event_fd, self._handle))
 
     def _now(self) -> Any:
-        now = ffi.new("gpufs_transfer_progress *")
-        check(lib.gpufs_transfer_progress_get(self._handle, now))
-        return now
+        return result_of(_PROGRESS, lib.gpufs_transfer_progress_get, self._handle)
 
     def progress(self) -> TransferProgress:
         """Return the transfer's progress."""
@@ -242,14 +238,14 @@ class Transfer(Handle):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is done, up to ``timeout`` seconds (None: without limit). Return whether it is done."""
-        done = ffi.new("int32_t *")
         left = seconds("timeout", timeout)
         deadline = time.monotonic() + left
         while True:
-            check(lib.gpufs_transfer_wait(self._handle, math.ceil(min(left, _PART_SECONDS) * 1000), done))
+            part = math.ceil(min(left, _PART_SECONDS) * 1000)
+            done = bool(result_of(SMALL_NUMBER, lib.gpufs_transfer_wait, self._handle, part))
             left = deadline - time.monotonic()
-            if done[0] or left <= 0:
-                return bool(done[0])
+            if done or left <= 0:
+                return done
 
     def cancel(self) -> None:
         """Stop it at its next chunk; never blocks."""

@@ -97,24 +97,9 @@ class _ZipInput(io.RawIOBase):
 
 
 def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Member]:
-    """Find the members of a zip archive.
+    """Find the members of a zip archive by name, in the order of its directory.
 
-    Parameters
-    ----------
-    size
-        Of the archive, in bytes.
-    read
-        ``read(offset, count)`` returns bytes of the archive.
-
-    Returns
-    -------
-    dict of str to Member
-        By name, in the order of the archive's directory.
-
-    Raises
-    ------
-    FormatError
-        The archive is damaged, a member is compressed or encrypted, or two members overlap.
+    FormatError if it is damaged, a member is compressed or encrypted, or two members overlap.
     """
     try:
         with zipfile.ZipFile(_ZipInput(size, read)) as archive:
@@ -411,23 +396,8 @@ def pickle_name(names: Mapping[str, Member]) -> str | None:
 def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
     """Read what torch.save() has written, with a Leaf in the place of each tensor, storage, dtype and size.
 
-    Parameters
-    ----------
-    size
-        Of the file, in bytes.
-    read
-        ``read(offset, count)`` returns bytes of the file.
-
-    Returns
-    -------
-    object
-        As a rule a dict of names and tensors, or nested dicts.
-
-    Raises
-    ------
-    FormatError
-        The archive is damaged, or its pickle needs more than tensors and containers, or more time or memory than
-        headers may take.
+    FormatError if it is damaged, or its pickle needs more than tensors and containers, or more time or memory than
+    headers may take.
     """
     members = read_members(size, read)
     name = pickle_name(members)

@@ -18,40 +18,19 @@ FILE_NAME: Final = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """The files that the path of a checkpoint stands for.
+    """The files that the path of a checkpoint stands for."""
 
-    Attributes
-    ----------
-    files
-        The paths of the files, in the order of their names.
-    places
-        The path of the file of each tensor, in the order of the files; None without an index.
-    """
-
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # the paths of the files, in the order of their names
+    # The path of the file of each tensor, in the order of the files; None without an index.
     places: dict[str, str] | None = None
 
 
 def find_files(path: str | os.PathLike[str]) -> CheckpointFiles:
-    """Find the files of a checkpoint.
+    """Find the files of a checkpoint, whether or not they exist.
 
-    Parameters
-    ----------
-    path
-        A file of tensors, an index (its name ends with .json), or a directory with one of them under its usual name. In
-        a directory with both it is the file.
-
-    Returns
-    -------
-    CheckpointFiles
-        The files. Whether they exist has not been checked.
-
-    Raises
-    ------
-    FormatError
-        The index is damaged.
-    OSError
-        The directory has neither file, or the index cannot be read.
+    ``path``: a file of tensors, an index (its name ends with .json), or a directory with one of them under its usual
+    name; in a directory with both it is the file. FormatError if the index is damaged. OSError if the directory has
+    neither file, or the index cannot be read.
     """
     name = os.fspath(path)
     if os.path.isdir(name):

@@ -8,27 +8,13 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """The type of an element.
+    """The type of an element."""
 
-    Attributes
-    ----------
-    name
-        numpy's name; torch's for types that numpy lacks, safetensors' for types that both lack.
-    bits
-        The size of an element.
-    safetensors
-        The name in safetensors files; None for types that these lack.
-    dlpack
-        DLPack's code of the kind; -1 for types whose elements are parts of bytes.
-    typestr
-        The type in array interfaces; None for types that numpy lacks.
-    """
-
-    name: str
-    bits: int
-    safetensors: str | None
-    dlpack: int = -1
-    typestr: str | None = None
+    name: str  # numpy's name; torch's for types that numpy lacks, safetensors' for types that both lack
+    bits: int  # the size of an element
+    safetensors: str | None  # the name in safetensors files; None for types that these lack
+    dlpack: int = -1  # DLPack's code of the kind; -1 for types whose elements are parts of bytes
+    typestr: str | None = None  # the type in array interfaces; None for types that numpy lacks
 
     @property
     def bytes(self) -> int:
@@ -73,22 +59,9 @@ def named(name: str) -> ElementType | None:
 
 
 def element_type(dtype: object) -> ElementType:
-    """Find the type of the elements of an array.
+    """Find the type of the elements of an array by a name ("float32", "bfloat16", "<f4"), or a type of numpy or torch.
 
-    Parameters
-    ----------
-    dtype
-        A name ("float32", "bfloat16", "<f4"), or a type of numpy or torch.
-
-    Returns
-    -------
-    ElementType
-        The type.
-
-    Raises
-    ------
-    TypeError
-        There is no such type, or its bytes are in the other order.
+    TypeError if there is no such type, or its bytes are in the other order.
     """
     text = dtype if isinstance(dtype, str) else getattr(dtype, "str", None)  # of a numpy.dtype: with its byte order
     if not isinstance(text, str):

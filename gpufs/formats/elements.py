@@ -126,27 +126,17 @@ def numbers(dtype: str, block: Block) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The finite numbers of a tensor, and how many others it has.
+    """The finite numbers of a tensor, and how many others it has."""
 
-    Attributes
-    ----------
-    minimum, maximum
-        Of the finite numbers; None if there are none.
-    total
-        The sum of the finite numbers.
-    finite, nan, inf
-        How many elements are finite, NaN, and infinite.
-    first_nan
-        The number of the first element that is NaN; None if there is none.
-    """
-
+    # Of the finite numbers; None if there are none.
     minimum: float | int | None = None
     maximum: float | int | None = None
-    total: float = 0.0
+    total: float = 0.0  # the sum of the finite numbers
+    # How many elements are finite, NaN, and infinite.
     finite: int = 0
     nan: int = 0
     inf: int = 0
-    first_nan: int | None = None
+    first_nan: int | None = None  # the number of the first element that is NaN; None if there is none
 
     @property
     def mean(self) -> float | None:
@@ -197,21 +187,12 @@ def summarize(dtype: str, block: Block, start: int = 0) -> Summary:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two tensors of the same dtype and shape differ.
+    """How two tensors of the same dtype and shape differ."""
 
-    Attributes
-    ----------
-    elements
-        How many elements have other bits.
-    largest
-        The largest absolute difference of two numbers. NaN if one of a pair is NaN and the other is not.
-    first
-        The number of the first element that differs; None if there is none.
-    """
-
-    elements: int = 0
+    elements: int = 0  # how many elements have other bits
+    # The largest absolute difference of two numbers. NaN if one of a pair is NaN and the other is not.
     largest: float | int = 0
-    first: int | None = None
+    first: int | None = None  # the number of the first element that differs; None if there is none
 
     def __add__(self, other: Difference) -> Difference:
         """Return the difference of both parts of two tensors."""

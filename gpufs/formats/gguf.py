@@ -64,27 +64,15 @@ TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a GGUF file.
-
-    Attributes
-    ----------
-    type
-        As GGUF names it: "F32", "Q4_K".
-    block
-        Elements that are stored together; 1 for types that are not quantised.
-    shape
-        In elements, the fastest-changing dimension last, as numpy has it. GGUF itself counts from the other end.
-    stored_shape
-        In bytes for quantised types, else equal to ``shape``.
-    offset, bytes
-        Where it lies in the file.
-    """
+    """A tensor of a GGUF file."""
 
     name: str
-    type: str
-    block: int
+    type: str  # as GGUF names it: "F32", "Q4_K"
+    block: int  # elements that are stored together; 1 for types that are not quantised
+    # In elements, the fastest-changing dimension last, as numpy has it. GGUF itself counts from the other end.
     shape: tuple[int, ...]
-    stored_shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]  # in bytes for quantised types, else equal to ``shape``
+    # Where it lies in the file.
     offset: int
     bytes: int
 
@@ -153,24 +141,9 @@ class _Cursor:
 
 
 def read_gguf(size: int, read: Callable[[int, int], bytes]) -> tuple[list[GgufTensor], dict[str, str]]:
-    """Read the header of a GGUF file.
+    """Read the header of a GGUF file: its tensors by offset, and the metadata as text. Arrays are only counted.
 
-    Parameters
-    ----------
-    size
-        Of the file, in bytes.
-    read
-        ``read(offset, count)`` returns bytes of the file.
-
-    Returns
-    -------
-    list of GgufTensor, dict of str to str
-        The tensors ordered by offset, and the metadata as text. Arrays, such as vocabularies, are only counted.
-
-    Raises
-    ------
-    FormatError
-        The header is damaged, of an unknown version, or has a type of tensors that is not known.
+    FormatError if it is damaged, of an unknown version, or has a type of tensors that is not known.
     """
     cursor = _Cursor(size, read)
     if cursor.take(len(MAGIC)) != MAGIC:

@@ -15,27 +15,15 @@ ARRAY_NAME: Final = "array"
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor in a file.
-
-    Attributes
-    ----------
-    dtype
-        As the format names it: "BF16" in safetensors files, "float32" in npy files.
-    bits
-        Of an element.
-    offset
-        Of the first byte, from the start of the file.
-    fortran_order
-        Whether the first index changes fastest in the file.
-    """
+    """A tensor in a file."""
 
     name: str
-    dtype: str
-    bits: int
+    dtype: str  # as the format names it: "BF16" in safetensors files, "float32" in npy files
+    bits: int  # of an element
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # of the first byte, from the start of the file
     bytes: int
-    fortran_order: bool = False
+    fortran_order: bool = False  # whether the first index changes fastest in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +49,10 @@ _SCALAR: Final = "scalar"
 
 @dataclass(frozen=True, slots=True)
 class GivenType:
-    """The type of a file without a header.
+    """The type of a file without a header."""
 
-    Attributes
-    ----------
-    dtype
-        A name of numpy or torch, for example "float32" or "bfloat16", or one of safetensors.
-    shape
-        None: one dimension of as many elements as the file has.
-    """
-
-    dtype: str
-    shape: tuple[int, ...] | None = None
+    dtype: str  # a name of numpy or torch, for example "float32" or "bfloat16", or one of safetensors
+    shape: tuple[int, ...] | None = None  # None: one dimension of as many elements as the file has
 
     @classmethod
     def of_array(cls, array: Any) -> Self | None:

@@ -20,18 +20,10 @@ _MOST_COPIED_BYTES: Final = 16 << 20  # of one file
 
 
 def best_placement(tensors: Iterable[tuple[int, int]]) -> int:
-    """Choose the placement that aligns most.
+    """Choose the placement that aligns most, by the offset and bytes of each tensor in the file.
 
-    Parameters
-    ----------
-    tensors
-        Offset and bytes of each tensor in the file.
-
-    Returns
-    -------
-    int
-        Below 256. With it most bytes of tensors begin at a multiple of 16, and as many as possible of 256. Of equal
-        ones a multiple of 8, since views of the whole file then stay aligned, too, and the smallest.
+    It is below 256. With it most bytes of tensors begin at a multiple of 16, and as many as possible of 256. Of equal
+    ones a multiple of 8, since views of the whole file then stay aligned, too, and the smallest.
     """
     offsets, sizes = np.array([*tensors], np.uint64).reshape(-1, 2).T
     remainders = np.arange(END)
@@ -49,16 +41,7 @@ def best_placement(tensors: Iterable[tuple[int, int]]) -> int:
 def file_placement(path: str) -> int | None:
     """Choose the placement of a file by what is in it.
 
-    Parameters
-    ----------
-    path
-        The file.
-
-    Returns
-    -------
-    int or None
-        As :func:`best_placement`. None for a file that cannot be read, has no tensors, or is damaged: whatever uses it
-        reports why.
+    None for a file that cannot be read, has no tensors, or is damaged: whatever uses it reports why.
     """
     if not os.path.isfile(path):  # opening a FIFO would wait
         return None
@@ -97,17 +80,10 @@ def _in_safetensors(header: bytes) -> Iterable[tuple[int, int]]:
 
 
 def misplaced(entries: Mapping[str, safetensors.HeaderEntry], address: int) -> frozenset[str]:
-    """Return the tensors that are worth a copy at an aligned address.
+    """Return the tensors that are worth a copy at an aligned address. ``address``: where their bytes begin in memory.
 
     A file lies in memory where most bytes of its tensors are aligned. Some follow tensors of odd sizes and cannot be
     aligned together with the others. The smallest of those are copied, up to 16 MiB in sum, so that few are left.
-
-    Parameters
-    ----------
-    entries
-        The tensors of the file.
-    address
-        Where their bytes begin in memory.
     """
     odd = (
         (entry.end - entry.start, name)

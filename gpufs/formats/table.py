@@ -19,35 +19,22 @@ _TAR_MAGIC: Final = 257
 # The number that torch.save pickled first before it wrote zip files.
 _TORCH_LEGACY: Final = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 
+# Returns bytes of a file, from an offset and their number.
 Read: TypeAlias = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Format:
-    """A format.
+    """A format."""
 
-    Attributes
-    ----------
-    name
-        For people: "GGUF", "torch.save".
-    remedy
-        What reads such a file, or makes another one of it.
-    magic
-        What files have at the offset ``at``: one of these.
-    first_member
-        What the name of the first member of a zip archive ends with: one of these.
-    suffix
-        A file whose name ends so has this format, whatever its bytes are.
-    layout
-        Finds the tensors, from the size of a file and the function that reads it. None: gpufs does not read them.
-    """
-
-    name: str
-    remedy: str
-    magic: tuple[bytes, ...] = ()
+    name: str  # for people: "GGUF", "torch.save"
+    remedy: str  # what reads such a file, or makes another one of it
+    magic: tuple[bytes, ...] = ()  # what files have at the offset ``at``: one of these
     at: int = 0
+    # What the name of the first member of a zip archive ends with: one of these.
     first_member: tuple[bytes, ...] = (b"",)
-    suffix: str | None = None
+    suffix: str | None = None  # a file whose name ends so has this format, whatever its bytes are
+    # Finds the tensors, from the size of a file and the function that reads it. None: gpufs does not read them.
     layout: Callable[[int, Read], Layout | None] | None = None
 
     def begins(self, prefix: bytes) -> bool:
@@ -59,27 +46,10 @@ class Format:
 
 
 def read_layout(name: str, size: int, read: Read) -> Layout | None:
-    """Find the tensors of a file.
+    """Find the tensors of a file. A name that ends with .safetensors or .npy decides the format, else the first bytes.
 
-    Parameters
-    ----------
-    name
-        The file's name. A name that ends with .safetensors or .npy decides the format, else the first bytes do.
-    size
-        Of the file, in bytes.
-    read
-        ``read(offset, count)`` returns bytes of the file.
-
-    Returns
-    -------
-    Layout or None
-        None if the file has none of these formats, or is a zip archive whose tensors are not in the file as they are:
-        compressed, or below a pickle that needs more than tensors and containers.
-
-    Raises
-    ------
-    FormatError
-        The header is damaged. The text has the figures.
+    None if the file has none of these formats, or is a zip archive whose tensors are not in the file as they are:
+    compressed, or below a pickle that needs more than tensors and containers. FormatError if the header is damaged.
     """
     prefix = read(0, min(size, PREFIX_BYTES))
     found = next((each for each in FORMATS if each.suffix and name.endswith(each.suffix)), None)

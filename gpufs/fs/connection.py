@@ -97,17 +97,7 @@ class Fattr(enum.IntFlag):
 
 
 class Operations:
-    """The control plane of one mount.
-
-    Parameters
-    ----------
-    handles
-        The open files of the control plane.
-    control_files
-        By inode number.
-    backing
-        What answers for the host's inodes, if the mount shows directories of the host.
-    """
+    """The control plane of one mount: its open files, and what answers for control files and the host's inodes."""
 
     def __init__(
         self, handles: Handles, control_files: Mapping[int, ControlFile], backing: BackingHandler | None = None

@@ -60,16 +60,8 @@ class HostProtocolError(ChannelError):
 class HostChannel:
     """The connection to the other side. The descriptors stay the caller's, and become non-blocking.
 
-    Thread-safe: send() and stop(). One thread receives.
-
-    Parameters
-    ----------
-    incoming, outgoing : int
-        Pipes or sockets.
-    silence : float
-        Seconds without a message after which the other side counts as dead.
-    cancel : CancelSignal, optional
-        Once it is cancelled all calls raise ChannelError ECANCELED.
+    Thread-safe: send() and stop(). One thread receives. ``silence``: seconds without a message after which the other
+    side counts as dead. ``cancel``: once it is cancelled all calls raise ChannelError ECANCELED.
     """
 
     def __init__(self, incoming: int, outgoing: int, *, silence: float, cancel: CancelSignal | None = None) -> None:

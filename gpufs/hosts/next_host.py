@@ -45,23 +45,12 @@ Passed: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | 
 
 
 class NextHost:
-    """The connection to the next machine. A failure there is reported upstream, and does not end the copy here.
-
-    Parameters
-    ----------
-    upstream : HostChannel
-        Where results go.
-    request : HostRequest
-        What this machine was asked for. ``forward`` is not empty.
-    cancel : CancelSignal
-        Ends it.
-    shell, program : str
-        What reaches the next machine, and gpufs there; "" for ssh and gpufs.
-    """
+    """The connection to the next machine. A failure there is reported upstream, and does not end the copy here."""
 
     def __init__(
         self, upstream: HostChannel, request: HostRequest, cancel: CancelSignal, *, shell: str = "", program: str = ""
     ) -> None:
+        """``request``: its ``forward`` is not empty. ``shell``, ``program``: as for connected()."""
         self._shell = shell
         self._program = program
         targets = [names.parse(os.fsdecode(name)) for name in request.forward]

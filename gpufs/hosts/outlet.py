@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
@@ -24,23 +25,16 @@ _TIMED_BYTES: Final = 128 << 20
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Outlet:
-    """Sends the bytes of files. One thread sends; the thread that receives calls take() and end().
+    """Sends the bytes of files. One thread sends; the thread that receives calls take() and end()."""
 
-    Parameters
-    ----------
-    channel : HostChannel
-        To the receiver.
-    notice : callable
-        Called with a line that says why NIXL does not move the bytes.
-    peer_has_nixl : bool
-        Whether NIXL is installed there.
-    """
+    channel: HostChannel  # to the receiver
+    notice: Callable[[str], None]  # called with a line that says why NIXL does not move the bytes
+    _: KW_ONLY
+    peer_has_nixl: bool
 
-    def __init__(self, channel: HostChannel, notice: Callable[[str], None], *, peer_has_nixl: bool) -> None:
-        self._channel = channel
-        self._notice = notice
-        self._peer_has_nixl = peer_has_nixl
+    def __post_init__(self) -> None:
         self._block = memoryview(bytearray(BLOCK_BYTES))
         self._nixl: Nixl | None = None  # once NIXL is chosen
         self._slot: int | None = None  # the one that buffer() has returned
@@ -69,7 +63,7 @@ class Outlet:
         """Find out, if ``size`` bytes are worth it, whether NIXL is faster, and let the receiver know."""
         if size < nixl.LEAST_BYTES:
             return
-        if not (nixl.is_installed() and self._peer_has_nixl):
+        if not (nixl.is_installed() and self.peer_has_nixl):
             self._choose_pipe("NIXL is not installed on both machines (pip install nixl)")
             return
         try:
@@ -77,12 +71,12 @@ class Outlet:
         except OSError as error:
             self._choose_pipe(error.strerror or "")
             return
-        self._channel.send(slots.offer)
+        self.channel.send(slots.offer)
         answer = self._wait(self._answers, slots)
         began = time.monotonic()
         for _ in range(nixl.SLOTS):
-            self._channel.send_data(self._block)
-        self._channel.send(Measure())
+            self.channel.send_data(self._block)
+        self.channel.send(Measure())
         self._wait(self._answers, slots)
         rate = nixl.SLOTS * BLOCK_BYTES / (time.monotonic() - began)
         if answer.rate <= rate:
@@ -92,7 +86,7 @@ class Outlet:
         self._nixl, self._in_place = slots, answer.in_place
         for number in range(nixl.SLOTS):
             self._free.put(number)
-        self._channel.send(Chosen(True))
+        self.channel.send(Chosen(True))
 
     def begin(self) -> None:
         """A file begins."""
@@ -109,15 +103,15 @@ class Outlet:
     def send(self, count: int) -> None:
         """Send the first bytes of buffer()."""
         if self._slot is None:
-            self._channel.send_data(self._block[:count])
+            self.channel.send_data(self._block[:count])
         else:
-            self._channel.send(Slot(self._slot, count))
+            self.channel.send(Slot(self._slot, count))
             self._slot = None
 
     def send_copy(self, data: bytes) -> None:
         """Send bytes that lie elsewhere."""
         if self._nixl is None:
-            self._channel.send_data(memoryview(data))
+            self.channel.send_data(memoryview(data))
         else:
             self.buffer()[: len(data)] = data
             self.send(len(data))
@@ -148,17 +142,17 @@ class Outlet:
                 registered.enter_context(self._nixl.registered(region))
             except ConnectionEnded:  # of NIXL alone
                 return offset
-            self._channel.send(InPlace())
+            self.channel.send(InPlace())
             window = self._wait(self._windows, self._nixl)
             if not window.metadata:
                 return offset
 
             def report(reached: int) -> None:
-                self._channel.send(Written(reached, last=False))
+                self.channel.send(Written(reached, last=False))
                 moved(reached)
 
-            offset = self._nixl.write(region, window, offset, rate, self._channel.check, report)
-            self._channel.send(Written(offset, last=True))
+            offset = self._nixl.write(region, window, offset, rate, self.channel.check, report)
+            self.channel.send(Written(offset, last=True))
         self._in_place = offset == region.size
         return offset
 
@@ -179,8 +173,8 @@ class Outlet:
 
     def _choose_pipe(self, reason: str) -> None:
         text = f"the bytes go through the pipe of the shell: {plain(reason)}"
-        self._notice(text)
-        self._channel.send(Chosen(False, text))
+        self.notice(text)
+        self.channel.send(Chosen(False, text))
 
     def _wait(self, queue: SimpleQueue[T | None], slots: Nixl) -> T:
         """Return what the other thread receives next, and let the receiver read at the same time."""

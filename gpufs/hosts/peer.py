@@ -57,18 +57,8 @@ def decoded(word: str) -> str:
 class Peer:
     """gpufs on another machine.
 
-    Parameters
-    ----------
-    host : str
-        For the command, and for messages.
-    shell : str
-        The command that runs a program there; it gets the host and the program as arguments.
-    program : str
-        What is run there, as the remote shell takes it.
-    passes_on : bool
-        Whether it passes files on to other machines, by the same two commands.
-    cancel : CancelSignal, optional
-        Once it is cancelled all calls of ``channel`` raise ChannelError ECANCELED.
+    ``shell``: the command that runs a program there; it gets the host and the program as arguments. ``program``: as the
+    remote shell takes it. ``passes_on``: it passes files on to other machines, by the same two commands.
     """
 
     def __init__(

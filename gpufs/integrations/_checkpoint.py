@@ -31,20 +31,13 @@ from gpufs.units import bytes_text
 
 
 class Checkpoint:
-    """The files of a model as they are now.
-
-    Attributes
-    ----------
-    identities : dict of str to list
-        By the path of each file what changes whenever its contents do. Two copies of a model have different ones.
-    released : list of str
-        The files that have freed their tensors.
-    """
+    """The files of a model as they are now."""
 
     def __init__(self, files: Iterable[str]) -> None:
         before = {file: _identity_before(file) for file in sorted(files)}
+        # By file what changes whenever its contents do. Two copies of a model have different ones.
         self.identities = {file: identity or _identity(file) for file, identity in before.items()}
-        self.released = [file for file, identity in before.items() if identity is not None]
+        self.released = [file for file, identity in before.items() if identity is not None]  # have freed their tensors
 
     def check(self, shared: SharedWeights) -> None:
         """Raise FormatError, with the remedy, if the model cannot be loaded because tensors are freed."""
@@ -58,12 +51,7 @@ class Checkpoint:
     def free_tensors(self) -> tuple[int, str | None]:
         """Free the tensors in all files. Programs that have a file open or attached keep the old one.
 
-        Returns
-        -------
-        freed : int
-            Bytes.
-        reason : str or None
-            Why the first of the files that keep their tensors does.
+        Return the bytes, and why the first of the files that keep their tensors does.
         """
         freed = 0
         reason = None
@@ -80,14 +68,7 @@ class Checkpoint:
 def release(server: ModelServer, loaded: Loaded, checkpoint: Checkpoint | None, obstacle: str | None) -> None:
     """Free the tensors of a checkpoint if all ranks use published weights. All ranks call this.
 
-    Parameters
-    ----------
-    server, loaded
-        The engine and its model.
-    checkpoint
-        None if the engine does not share its weights.
-    obstacle
-        Why others still need the tensors; None if nobody does.
+    ``checkpoint``: None if the engine does not share its weights. ``obstacle``: why others still need the tensors.
     """
     if not server.all_agree(loaded.shared is not None):
         obstacle = "the weights of this engine are its own"

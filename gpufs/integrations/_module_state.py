@@ -56,14 +56,9 @@ class ModuleState:
         self._tensors = _forms(module)
 
     def changes(self) -> tuple[dict[str, Any], str | None]:
-        """Return the attributes that the module and its helpers have got since then.
+        """Return the attributes that the module and its helpers have got since then, as far as JSON can express them.
 
-        Returns
-        -------
-        attributes : dict
-            Names, with the names of the submodules, and values that JSON can express.
-        obstacle : str or None
-            A name of what has changed in another way: :func:`set_attributes` would not make up for it.
+        Also a name of what has changed in another way, for which :func:`set_attributes` would not make up.
         """
         tensors = _forms(self._module)
         plain, others, gone = self._attributes.changes()
@@ -90,10 +85,7 @@ class HelperState:
 def set_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
     """Give another module of the same kind, and its helpers, the attributes that have been found changed.
 
-    Raises
-    ------
-    AttributeError
-        It has no such part.
+    AttributeError if it has no such part.
     """
     for name, value in attributes.items():
         path, _, attribute = name.rpartition(".")

@@ -26,18 +26,13 @@ from gpufs.integrations._sharing import (
     device_directory,
     get_model,
     is_on_mount,
+    private_pieces,
     refuse_reload,
+    weights_label,
 )
 from gpufs.torch import load_file
 
-pieces: Any
-_MISSING = ""
-try:
-    from gpufs.integrations import _sglang_pieces as pieces
-except ImportError as error:
-    pieces = None
-    _MISSING = str(error)
-
+pieces, _MISSING = private_pieces("_sglang_pieces")
 logger = logging.getLogger(__name__)
 
 
@@ -112,7 +107,8 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 _, files, _ = self._prepare_weights(model_config.model_path, model_config.revision, False)
                 checkpoint = Checkpoint(files)
                 key = pieces.weights_key(model_config, self.load_config, [*checkpoint.identities.values()])
-                label = pieces.weights_label(model_config, key)
+                draft = model_config.is_draft_model
+                label = weights_label(model_config.model_path, "sglang", key, ("pp", "tp"), is_draft=draft)
                 return checkpoint, SharedWeights(directory, "sglang", label, key, self._settings.trusted)
         except NoDirectoryError as error:
             reason = str(error)

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,6 @@ __all__ = [
     "sleep_with_memory_saver",
     "uses_memory_saver",
     "weights_key",
-    "weights_label",
 ]
 
 # An attribute of a module: why its weights cannot be changed. SGLang answers requests to change them with this text.
@@ -151,24 +150,8 @@ def _settings() -> dict[str, Any]:
     }
 
 
-def weights_label(model_config: Any, key: Mapping[str, Any]) -> str:
-    """Return a name that people read: of the model, of SGLang's version, and of the rank if there are several."""
-    parts = [os.path.basename(os.path.normpath(model_config.model_path)), f"sglang-{key['sglang_version']}"]
-    parts += ["draft"] if model_config.is_draft_model else []
-    for name in ("pp", "tp"):
-        if key[f"{name}_size"] > 1:
-            parts.append(f"{name}{key[f'{name}_rank']}of{key[f'{name}_size']}")
-    return "-".join(parts)
-
-
 def build(phases: Phases, load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn.Module:
-    """Build a model whose parameters are in the file's memory, as SGLang's loader for its weight cache does.
-
-    Raises
-    ------
-    Exception
-        Whatever SGLang raises.
-    """
+    """Build a model in the file's memory, as SGLang's loader for its weight cache does. Raises what SGLang raises."""
     quantisation = _get_quantization_config(model_config, load_config)
     with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):

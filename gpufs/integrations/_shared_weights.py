@@ -52,25 +52,15 @@ class OpenWeights:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Where weights with a key are, or will be.
+    """Where weights with a key are, or will be."""
 
-    Parameters
-    ----------
-    directory
-        The directory of a device. The file is in ``folder`` there.
-    folder, label
-        Names that people read, such as "vllm" and "Qwen3-8B".
-    key
-        All that decides about the weights, as JSON can express it.
-    trusted
-        Names or numbers of users whose files may be used, besides this program's user, root, and the owner of the
-        directory. "*" stands for all.
-    """
-
-    directory: Path
+    directory: Path  # the directory of a device. The file is in ``folder`` there.
+    # Names that people read, such as "vllm" and "Qwen3-8B".
     folder: str
     label: str
-    key: Mapping[str, Any]
+    key: Mapping[str, Any]  # all that decides about the weights, as JSON can express it
+    # Names or numbers of users whose files may be used, besides this program's user, root, and the owner of the
+    # directory. "*" stands for all.
     trusted: tuple[str, ...] = ()
 
     @property
@@ -82,21 +72,8 @@ class SharedWeights:
     def open(self, *, verify: bool = True, phases: Phases | None = None) -> OpenWeights | None:
         """Attach the weights. None if there are none, or they are being written.
 
-        Parameters
-        ----------
-        verify
-            Whether to compare the contents with the digest. That reads them once, in device memory.
-        phases
-            Where to note the time that this takes.
-
-        Raises
-        ------
-        FormatError
-            The file is damaged, or has another key.
-        PermissionError
-            The file's owner is not trusted.
-        OSError
-            The file cannot be attached.
+        ``verify``: compare the contents with the digest, which reads them once, in device memory. FormatError: the file
+        is damaged, or has another key. PermissionError: its owner is not trusted. OSError: it cannot be attached.
         """
         try:
             file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -147,22 +124,8 @@ class SharedWeights:
     def claim(self, seconds: float, waiting: Callable[[], None]) -> AbstractContextManager[bool]:
         """Claim the name for publishing, until the context ends. Others that claim it wait for that.
 
-        Parameters
-        ----------
-        seconds
-            How long to wait for the engine that has claimed it.
-        waiting
-            Called once if there is one.
-
-        Returns
-        -------
-        context manager of bool
-            Whether this program has the claim. False after that time.
-
-        Raises
-        ------
-        OSError
-            This program may not create files there.
+        False if another engine still has it after so many ``seconds``; ``waiting`` is called once if there is one.
+        OSError if this program may not create files there.
         """
         (self.directory / self.folder).mkdir(exist_ok=True)
         file = self._lock(time.monotonic() + seconds, waiting)
@@ -212,16 +175,8 @@ class SharedWeights:
         """Write the parameters and buffers of a module, within a claim, and attach them.
 
         A GPU that has no space for both copies gets the new one by way of host memory. Then the parameters are there
-        until :func:`move_to_shared` is called.
-
-        Raises
-        ------
-        TypeError
-            A tensor has no form in the file.
-        OSError
-            As :func:`gpufs.torch.publish`: ENOSPC if the device is full.
-        FormatError
-            What was written is not what was to be written.
+        until :func:`move_to_shared` is called. TypeError: a tensor has no form in the file. OSError as
+        :func:`gpufs.torch.publish`. FormatError: what was written is not what was to be written.
         """
         tensors = {name: value.detach() for name, value in named_tensors(module).items()}
         kinds = {name: "parameter" for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -281,10 +236,7 @@ def move_to_shared(module: torch.nn.Module, weights: OpenWeights) -> None:
 def fill(module: torch.nn.Module, weights: OpenWeights) -> None:
     """Give a module all parameters and buffers of the file; those that it does not have are added.
 
-    Raises
-    ------
-    FormatError
-        The file has a tensor of a submodule that the module does not have, or a buffer of another shape.
+    FormatError if the file has a tensor of a submodule that the module does not have, or a buffer of another shape.
     """
     checkpoint = weights.checkpoint
     owners = dict(module.named_modules(remove_duplicate=False))

@@ -6,9 +6,10 @@ They are in the directory of its device on a mount.
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,11 +130,7 @@ class Loaded:
 def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
     """Return a model with shared weights if that is possible, and with weights of its own otherwise.
 
-    Parameters
-    ----------
-    server : ModelServer
-    shared : SharedWeights or None
-        None if this rank cannot share its weights.
+    ``shared``: None if this rank cannot share its weights.
     """
     if not server.all_agree(shared is not None) or shared is None:
         return Loaded(server.load())
@@ -173,16 +170,9 @@ def open_weights(
     claimed: bool = False,
     phases: Phases | None = None,
 ) -> OpenWeights | None:
-    """Attach shared weights. None if there are none that can be used.
+    """Attach shared weights. None if there are none that can be used: the ``logger`` gets the reason.
 
-    Parameters
-    ----------
-    logger : logging.Logger, optional
-        Where to say why weights that are there cannot be used.
-    verify, phases
-        As for :meth:`SharedWeights.open`.
-    claimed : bool
-        Whether their name is claimed, so that damaged ones can be removed.
+    ``claimed``: their name is claimed, so that damaged ones can be removed.
     """
     try:
         return shared.open(verify=verify, phases=phases)
@@ -273,6 +263,24 @@ def _publish(server: ModelServer, model: torch.nn.Module, shared: SharedWeights)
     return weights
 
 
+def private_pieces(name: str) -> tuple[Any, str]:
+    """Import the module with what is private to a server. None, and why, for a version of the server without it."""
+    try:
+        return importlib.import_module(f"gpufs.integrations.{name}"), ""
+    except ImportError as error:
+        return None, str(error)
+
+
+def weights_label(model: str, server: str, key: Mapping[str, Any], groups: Sequence[str], *, is_draft: bool) -> str:
+    """Return a name that people read: of the model, of the server and its version, and of the rank of several."""
+    parts = [os.path.basename(os.path.normpath(model)), f"{server}-{key[f'{server}_version']}"]
+    parts += ["draft"] if is_draft else []
+    for name in groups:
+        if key[f"{name}_size"] > 1:
+            parts.append(f"{name}{key[f'{name}_rank']}of{key[f'{name}_size']}")
+    return "-".join(parts)
+
+
 def refuse_reload(model: torch.nn.Module) -> None:
     """Refuse to load weights into the model: it would write to read-only memory, which ends the process."""
     model.load_weights = _refuse_weights  # type: ignore[assignment]
@@ -309,21 +317,10 @@ def is_on_mount(path: str | os.PathLike[str]) -> bool:
 
 
 def device_directory(device: torch.device, near: str | os.PathLike[str], mountpoint: str | None = None) -> Path:
-    """Return the directory of a mount in which files are memory of the device.
+    """Return the directory of a mount in which files are memory of the device: a GPU, or the CPU for host memory.
 
-    Parameters
-    ----------
-    device : torch.device
-        A GPU, or the CPU for mounts of host memory.
-    near : path
-        A directory. If it lies on a mount, only that one counts.
-    mountpoint : str, optional
-        The one mount that counts.
-
-    Raises
-    ------
-    NoDirectoryError
-        No mount has the device, or several have it.
+    ``near``: a directory; if it lies on a mount, only that one counts. ``mountpoint``: the one mount that counts.
+    NoDirectoryError if no mount has the device, or several have it.
     """
     entries = [entry for entry in mounting.mounts() if entry.root == "/"]
     if mountpoint is not None:

@@ -27,18 +27,13 @@ from gpufs.integrations._sharing import (
     get_model,
     is_on_mount,
     open_weights,
+    private_pieces,
     refuse_reload,
+    weights_label,
 )
 from gpufs.torch import load_file
 
-pieces: Any
-_MISSING = ""
-try:
-    from gpufs.integrations import _vllm_pieces as pieces
-except ImportError as error:
-    pieces = None
-    _MISSING = str(error)
-
+pieces, _MISSING = private_pieces("_vllm_pieces")
 logger = init_logger("vllm.gpufs")
 
 
@@ -130,7 +125,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 _, files, *_ = self._prepare_weights(model_config.model, None, model_config.revision, False, None)
                 checkpoint = Checkpoint(files)
                 key = pieces.weights_key(vllm_config, model_config, [*checkpoint.identities.values()])
-                label = pieces.weights_label(model_config, key)
+                label = weights_label(model_config.model, "vllm", key, ("dp", "pp", "tp"), is_draft=key["is_draft"])
                 return checkpoint, SharedWeights(directory, "vllm", label, key, self._settings.trusted)
             except NoDirectoryError as error:
                 reason = str(error)

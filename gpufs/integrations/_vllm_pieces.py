@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -52,7 +51,6 @@ __all__ = [
     "reason_to_keep_checkpoint",
     "restored_on_failure",
     "weights_key",
-    "weights_label",
 ]
 
 
@@ -127,24 +125,8 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[list[Any]])
     return {**asdict(key), "settings": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def weights_label(model_config: Any, key: dict[str, Any]) -> str:
-    """Return a name that people read: of the model, of vLLM's version, and of the rank if there are several."""
-    parts = [os.path.basename(os.path.normpath(model_config.model)), f"vllm-{key['vllm_version']}"]
-    parts += ["draft"] if key["is_draft"] else []
-    for name in ("dp", "pp", "tp"):
-        if key[f"{name}_size"] > 1:
-            parts.append(f"{name}{key[f'{name}_rank']}of{key[f'{name}_size']}")
-    return "-".join(parts)
-
-
 def build(phases: Phases, vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights) -> Any:
-    """Build a model whose parameters are in the file's memory, as vLLM's loader for `ipc_cache` does.
-
-    Raises
-    ------
-    Exception
-        Whatever vLLM raises.
-    """
+    """Build a model in the file's memory, as vLLM's loader for `ipc_cache` does. Raises what vLLM raises."""
     device = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
     with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):

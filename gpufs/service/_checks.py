@@ -111,27 +111,10 @@ def check_copy(direction: str, host_fd: int, mount_fd: int, st_dev: int) -> tupl
 
 
 def check_attachable(fd: int, mode: str, st_dev: int) -> tuple[int, bool]:
-    """Check the descriptor of a file whose memory a client asks for. Asks no file system anything.
+    """The inode of a file whose memory a client asks for, and whether it may write there. Asks no file system anything.
 
-    Parameters
-    ----------
-    fd
-        The client's descriptor.
-    mode
-        READ, READ_WRITE or COPY_ON_WRITE.
-    st_dev
-        The st_dev of our mount.
-
-    Returns
-    -------
-    int, bool
-        The inode, and whether the client may write to it.
-
-    Raises
-    ------
-    OSError
-        EBADF for a descriptor that does not give these rights, EXDEV for a file that is not on our mount, EISDIR and
-        EINVAL for one that is not a regular file.
+    OSError EBADF for a descriptor that does not give the rights of the mode, EXDEV for a file that is not on our mount,
+    EISDIR and EINVAL for one that is not a regular file.
     """
     what = "the file to attach"
     _check_mode(fd, write=False, what=what)

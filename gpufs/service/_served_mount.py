@@ -139,30 +139,18 @@ class HolderTable:
 class ServedMount:
     """The mount that the service copies into and out of, and whose memory it shares. Any thread may call; all methods
     may block.
-
-    Attributes
-    ----------
-    st_dev
-        The device number of the mount.
-    trust_readers
-        Whether clients that may only read get the memory itself on GPUs, too, whose descriptors always give write
-        access.
-    set_limit
-        For the trio thread alone: limits a user, or None for all, below the directory of an inode.
-    registrations
-        The registered memory that outlives the daemon.
-    keeper
-        Holds clients' connections for the next daemon; None if the mount ends with its daemon.
     """
 
     mount: Mount
+    # For the trio thread alone: limits a user, or None for all, below the directory of an inode.
     set_limit: Callable[[int, int | None, int], None]
-    st_dev: int
+    st_dev: int  # the device number of the mount
+    # Whether clients that may only read get the memory itself on GPUs, too, whose descriptors always give write access.
     trust_readers: bool
     limits: Limits
     holders: HolderTable
-    registrations: KeptRegistrations
-    keeper: Keeping | None
+    registrations: KeptRegistrations  # the registered memory that outlives the daemon
+    keeper: Keeping | None  # holds clients' connections for the next daemon; None if the mount ends with its daemon
 
     def open_buffer(self, ino: int) -> Buffer:
         """The buffer of an inode, which lives until it is closed. OSError EINVAL if there is none."""

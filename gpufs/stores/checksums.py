@@ -17,21 +17,12 @@ _PART_SIZES: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A checksum.
+    """A checksum."""
 
-    Attributes
-    ----------
-    kind : {"sha256", "git", "md5", "parts"}
-        "git": SHA-1 of a header and the content. "parts": the MD5 of the MD5s of parts, as an ETag of S3.
-    value : str
-        Hexadecimal.
-    part_sizes : tuple of int
-        Of "parts": the sizes that the parts may have had.
-    """
-
+    # "git": SHA-1 of a header and the content. "parts": the MD5 of the MD5s of parts, as an ETag of S3.
     kind: Literal["sha256", "git", "md5", "parts"]
-    value: str
-    part_sizes: tuple[int, ...] = ()
+    value: str  # hexadecimal
+    part_sizes: tuple[int, ...] = ()  # of "parts": the sizes that the parts may have had
 
 
 def of_etag(etag: str | None, size: int) -> Checksum | None:
@@ -50,13 +41,7 @@ def of_etag(etag: str | None, size: int) -> Checksum | None:
 
 
 class Verification:
-    """Takes a copy's bytes in order, and compares them with the store's checksum.
-
-    Attributes
-    ----------
-    sha256
-        The SHA-256 of the bytes so far.
-    """
+    """Takes a copy's bytes in order, and compares them with the store's checksum."""
 
     def __init__(self, expected: Checksum | None, size: int) -> None:
         self._expected = expected

@@ -27,16 +27,9 @@ _ATTRIBUTE: Final = "user.gpufs-parts"
 
 
 class Parts:
-    """A file that is being loaded, and which of its parts it has. The list is stored with the file itself.
+    """An open file that is being loaded, and which of its parts it has. The list is stored with the file itself.
 
     Thread-safe: finish() and needs().
-
-    Parameters
-    ----------
-    fd : int
-        The file, open for reading and writing.
-    file : StoreFile
-        What it will be a copy of.
     """
 
     def __init__(self, fd: int, file: StoreFile) -> None:
@@ -95,16 +88,10 @@ class Parts:
 
 
 class Download:
-    """Loads one file into one or several others.
+    """Loads one file into one or several others of its size.
 
-    Parameters
-    ----------
-    file : StoreFile
-        The source.
-    destinations : sequence of Parts
-        Files of its size. One that cannot be written gets its ``error``, and the others go on.
-    pool : Workers
-        Runs the parts of all files that are loaded at once, which bounds their memory.
+    One that cannot be written gets its ``error``, and the others go on. ``pool`` runs the parts of all files that are
+    loaded at once, which bounds their memory.
     """
 
     def __init__(self, file: StoreFile, destinations: Sequence[Parts], pool: Workers) -> None:

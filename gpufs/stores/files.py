@@ -30,44 +30,22 @@ _LONGEST: Final = timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True)
 class StoreFile:
-    """A file of a store.
+    """A file of a store."""
 
-    Attributes
-    ----------
-    url : Url
-        Its own.
-    path : str
-        Its name below what the user has named.
-    size : int
-        In bytes.
-    etag : str or None
-        The store's name for this content, if it checks that name in requests.
-    version : str
-        What changes with the content, "" if nothing is known.
-    checksum : Checksum or None
-        Of its content, if the store has one.
-    whole : callable or None
-        Requests the whole file at once, where a web server has it.
-    modified_ns : int or None
-        When it was changed, in nanoseconds since 1970, if the store knows.
-    cached : str or None
-        The path of a file of this machine with the same content, in the cache of a hub.
-    is_plain : bool
-        Whether that is the only way to load it. Its size is 0 here: the answer has it, if anything.
-    """
-
-    url: Url
-    path: str
-    size: int
-    etag: str | None
-    version: str
-    checksum: Checksum | None
+    url: Url  # its own
+    path: str  # its name below what the user has named
+    size: int  # in bytes
+    etag: str | None  # the store's name for this content, if it checks that name in requests
+    version: str  # what changes with the content, "" if nothing is known
+    checksum: Checksum | None  # of its content, if the store has one
     store: ObjectStore = field(repr=False)
     _key: str = field(repr=False)
+    # Requests the whole file at once, where a web server has it.
     whole: Callable[[], WholeFile] | None = field(default=None, repr=False)
+    # Whether that is the only way to load it. Its size is 0 here: the answer has it, if anything.
     is_plain: bool = False
-    modified_ns: int | None = None
-    cached: str | None = None
+    modified_ns: int | None = None  # when it was changed, in nanoseconds since 1970, if the store knows
+    cached: str | None = None  # the path of a file of this machine with the same content, in the cache of a hub
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
         """Yield the bytes of a range in order. They may end early.

@@ -19,30 +19,14 @@ _PATTERN: Final = re.compile(r"[*?[]")
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """One URL.
+    """One URL."""
 
-    Attributes
-    ----------
-    text : str
-        As it was given.
-    scheme : str
-        "s3", "gs", "az", "http", "https" or "hf".
-    place : str
-        The bucket or container, the web server, or the Hub's ORG/MODEL.
-    key : str
-        The path there, without a slash at its start. Of a web server's file: unquoted, without the query.
-    revision : str or None
-        Of a model on the Hub.
-    kind : str
-        What the Hub has there: "model", "dataset" or "space".
-    """
-
-    text: str
-    scheme: str
-    place: str
-    key: str
-    revision: str | None = None
-    kind: str = "model"
+    text: str  # as it was given
+    scheme: str  # "s3", "gs", "az", "http", "https" or "hf"
+    place: str  # the bucket or container, the web server, or the Hub's ORG/MODEL
+    key: str  # the path there, without a slash at its start. Of a web server's file: unquoted, without the query.
+    revision: str | None = None  # of a model on the Hub
+    kind: str = "model"  # what the Hub has there: "model", "dataset" or "space"
 
     @property
     def shown(self) -> str:

@@ -31,13 +31,7 @@ def authorization(url: Url) -> str | None:
 
 
 class WholeFile:
-    """The answer to a request for a whole file. Iterating over it yields its bytes.
-
-    Attributes
-    ----------
-    size : int or None
-        In bytes; None if the server does not say it.
-    """
+    """The answer to a request for a whole file. Iterating over it yields its bytes."""
 
     def __init__(self, url: Url, headers: Mapping[str, str] | None = None) -> None:
         """Make the request. StoreError if it fails. ``headers``: for this server alone, not where it redirects to."""
@@ -70,6 +64,7 @@ class WholeFile:
         self._answer = answer
         length = answer.headers.get("Content-Length", "")
         chunked = "chunked" in answer.headers.get("Transfer-Encoding", "").lower()
+        # None if the server does not say it.
         self.size = int(length) if length.isdecimal() and len(length) < 20 and not chunked else None
 
     def __iter__(self) -> Iterator[bytes]:

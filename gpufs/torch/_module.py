@@ -226,19 +226,9 @@ def _new_value(name: str, old: torch.Tensor, checkpoint: Checkpoint, device: Dev
 def _compute_buffers(
     model: torch.nn.Module, wanted: Iterable[tuple[torch.nn.Module, str]]
 ) -> dict[tuple[torch.nn.Module, str], torch.Tensor]:
-    """Compute buffers as the model's own class does.
+    """Compute buffers on the meta device, by their modules and names there, as the model's own class does.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The whole model. It is not changed.
-    wanted : iterable of (torch.nn.Module, str)
-        Buffers on the meta device: their modules and their names there.
-
-    Returns
-    -------
-    dict
-        The values in host memory, by module and name. Without those that the class does not compute.
+    The values are in host memory, without those that the class does not compute. The model is not changed.
     """
     initialize = getattr(model, "_init_weights", None)
     names: dict[torch.nn.Module, list[str]] = {}

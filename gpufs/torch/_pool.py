@@ -41,20 +41,12 @@ _released: list[PoolMemory] = []
 
 
 class PoolMemory:
-    """A pool's file, its bytes in this process, and the allocations in them.
-
-    Attributes
-    ----------
-    bytes : torch.Tensor
-        The whole file: space for a header, then what torch allocates from.
-    published : bool
-        Whether the file has a name.
-    """
+    """A pool's file, its bytes in this process, which are space for a header and what torch allocates, and these."""
 
     def __init__(self, path: Path, size: int) -> None:
         header = min(max(_LEAST_HEADER, size // _HEADER_SHARE), _LARGEST_HEADER)
         self.header_bytes = -(-header // _MIB) * _MIB
-        self.published = False
+        self.published = False  # the file has a name
         self.file_bytes = -(-(self.header_bytes + size) // _GRANULE) * _GRANULE
         self.file = TensorFile(path)
         try:
