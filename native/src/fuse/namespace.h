@@ -39,8 +39,6 @@ class Namespace {
 
   explicit Namespace(InodeTable& table) : table_(table), records_(table.records()) {}
   ~Namespace();
-  Namespace(const Namespace&) = delete;
-  Namespace& operator=(const Namespace&) = delete;
 
   // Gives the inodes that InodeTable::restore() has added their names, as the records have them.
   Status restore();

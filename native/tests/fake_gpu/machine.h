@@ -93,8 +93,6 @@ struct StreamObject {
     changed.notify_all();
     worker.join();
   }
-  StreamObject(const StreamObject&) = delete;
-  StreamObject& operator=(const StreamObject&) = delete;
 
   void queue(std::function<void()> task) {
     {

@@ -210,8 +210,6 @@ class HostMemory::Range : public AddressRange {
   Range(std::shared_ptr<HostFile> file, DeviceAddress base, std::uint64_t bytes)
       : AddressRange(base, bytes), file_(std::move(file)) {}
   ~Range() override { ::munmap(reinterpret_cast<void*>(base()), bytes()); }
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
 
  private:
   const std::shared_ptr<HostFile> file_;

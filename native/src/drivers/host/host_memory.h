@@ -42,8 +42,6 @@ class HostFile : public std::enable_shared_from_this<HostFile> {
                                                    std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
                                                    std::span<const Extent> populated);
   ~HostFile();
-  HostFile(const HostFile&) = delete;
-  HostFile& operator=(const HostFile&) = delete;
 
   [[nodiscard]] int fd() const { return fd_.get(); }
   [[nodiscard]] std::uint64_t number() const { return number_; }  // see DeviceMemory
