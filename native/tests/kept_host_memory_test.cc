@@ -22,7 +22,7 @@ class KeptHostMemoryTest : public ::testing::Test {
   static constexpr Extent kFirst{0, kHostGranule};
 
   void SetUp() override {
-    memory_ = HostMemory::create(limit_, shared_, keeper_).take();
+    memory_ = HostMemory::create({limit_, shared_, keeper_}).take();
     range_ = memory_->reserve(8 * kHostGranule).take();
     ASSERT_TRUE(memory_->populate(0, kHostGranule).ok());
   }
@@ -37,7 +37,7 @@ class KeptHostMemoryTest : public ::testing::Test {
     const std::shared_ptr<testing::FakeKeeper> keeper = keeper_->next();
     const auto limit = std::make_shared<Ledger>(8 * kHostGranule);
     const auto shared = std::make_shared<SharedHostFiles>();
-    const auto restored = HostMemory::restore(limit, shared, keeper, memory_->number(), std::span(&kFirst, 1));
+    const auto restored = HostMemory::restore({limit, shared, keeper}, memory_->number(), std::span(&kFirst, 1));
     EXPECT_TRUE(restored.ok());
     EXPECT_EQ(keeper->pieces(memory_->number()), 1U);
     EXPECT_EQ(::fallocate(descriptor, 0, 4 * kHostGranule, kHostGranule), 0);
@@ -69,7 +69,7 @@ TEST_F(KeptHostMemoryTest, WhatNoRecordHasGoesBack) {
   const std::vector<MemoryKeeper::KeptPiece> own = keeper_->take(memory_->number());
   ASSERT_TRUE(memory_->populate(2 * kHostGranule, 3 * kHostGranule).ok());  // ahead, or about to be released
   const auto restore = [&](const Extent& populated) {
-    return HostMemory::restore(std::make_shared<Ledger>(0), std::make_shared<SharedHostFiles>(), keeper_->next(),
+    return HostMemory::restore({std::make_shared<Ledger>(0), std::make_shared<SharedHostFiles>(), keeper_->next()},
                                memory_->number(), std::span(&populated, 1));
   };
   const auto restored = restore(kFirst);  // although the device has become smaller than that
