@@ -223,10 +223,10 @@ gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uin
 /* Maps pieces, in order, after what is mapped. Takes over their descriptors in every case. A failure leaves those
  * before it mapped. EFBIG: beyond the capacity. */
 gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* pieces, uint64_t count);
-/* Copies mapped memory to the host, after all work that this process has queued on the device. EINVAL: not mapped. */
 /* Unmaps all pieces and keeps the addresses, at which gpufs_mapping_add() can map others, after all work that this
  * process has queued on the device. */
 gpufs_status gpufs_mapping_clear(gpufs_handle mapping);
+/* Copies mapped memory to the host, after all work that this process has queued on the device. EINVAL: not mapped. */
 gpufs_status gpufs_mapping_read(gpufs_handle mapping, uint64_t offset, void* destination, uint64_t bytes);
 gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info);
 /* For a mapping of host memory: an access to it that is not allowed (a write to one that was opened without

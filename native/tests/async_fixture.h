@@ -118,8 +118,6 @@ class Rig {
     EXPECT_EQ(cuda_test::fake().calls("in a host function"), 0);
     EXPECT_EQ(hip_test::fake().calls("in a host function"), 0);
   }
-  Rig(const Rig&) = delete;
-  Rig& operator=(const Rig&) = delete;
 
   [[nodiscard]] int fd() const { return fd_.get(); }
   const std::shared_ptr<DeviceContext>& device(std::size_t index = 0) { return contexts[index]; }

@@ -72,7 +72,6 @@ inline bool readable(int fd, std::chrono::milliseconds timeout) {
   return ::poll(&waiting, 1, static_cast<int>(timeout.count())) == 1;
 }
 
-// The next message of a socket that keeps them apart; empty at its end.
 // Megabytes in one message need as much kernel memory in one piece, which a busy machine may not have at once.
 inline ssize_t send_message(int fd, const Bytes& message) {
   const auto end = std::chrono::steady_clock::now() + kPatience;
@@ -83,6 +82,7 @@ inline ssize_t send_message(int fd, const Bytes& message) {
   }
 }
 
+// The next message of a socket that keeps them apart; empty at its end.
 inline Bytes receive_message(int fd) {
   const ssize_t length = ::recv(fd, nullptr, 0, MSG_PEEK | MSG_TRUNC);
   Bytes message(length > 0 ? static_cast<std::size_t>(length) : 0);

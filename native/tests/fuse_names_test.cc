@@ -393,7 +393,7 @@ TEST_F(NamesTest, ManyThreads) {
         static_cast<void>(names.rename(from, name, to, "moved", i % 5 == 0 ? RENAME_EXCHANGE : 0, 0, 0));
         names.list(*root, 0, UINT64_MAX,
                    [](std::uint64_t, const std::string&, Inode& inode) { return inode.attributes().nlink > 0; });
-        static_cast<void>(names.unlink(to, i % 4 == 0 ? "link" : name));
+        static_cast<void>(names.remove(to, i % 4 == 0 ? "link" : name, /*removes_directory=*/false));
         if (made.ok()) table->forget(made.value()->ino(), 1);
       }
     });
@@ -401,7 +401,7 @@ TEST_F(NamesTest, ManyThreads) {
   for (std::thread& thread : threads) thread.join();
   for (Inode* const directory : {root.get(), inner.get()}) {
     for (const char* const name : {"a", "b", "c", "d", "e", "link", "moved"}) {
-      static_cast<void>(names.unlink(*directory, name));
+      static_cast<void>(names.remove(*directory, name, /*removes_directory=*/false));
     }
   }
   EXPECT_EQ(table->counts().inodes, 3U);

@@ -1,5 +1,4 @@
 // Memory of GPUs whose process dies: what a keeper holds of it, and how the next process finds it again.
-#include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -7,15 +6,14 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <span>
 #include <utility>
 #include <vector>
 
-#include "base/unique_fd.h"
 #include "bytes.h"
 #include "device/device_context.h"
+#include "fake_keeper.h"
 #include "fake_vendors.h"
 #include "memory/account.h"
 #include "memory/buffer.h"
@@ -23,71 +21,9 @@
 namespace gpufs::gpu_test {
 namespace {
 
+using testing::FakeKeeper;
+
 constexpr Names kMemoryImport{"cuMemImportFromShareableHandle", "hipMemImportFromShareableHandle"};
-
-// Holds the descriptors for a process that can die between any two calls.
-class FakeKeeper final : public MemoryKeeper {
- public:
-  std::uint64_t new_memory() override { return ++last_memory_; }
-  std::uint64_t hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) override {
-    const std::uint64_t key = ++last_key_;
-    if (lives()) held_.emplace(key, Held{memory, {{offset, bytes}, key, copy_of(descriptor)}});
-    return key;
-  }
-  void drop(std::uint64_t key) override {
-    if (lives()) held_.erase(key);
-  }
-  void settle() override { ++settled; }
-  void lose(const Status& reason) override { lost = reason; }
-  std::vector<KeptPiece> take(std::uint64_t memory) override {
-    std::vector<KeptPiece> pieces;
-    for (const auto& [key, held] : held_) {
-      if (held.memory != memory) continue;
-      pieces.push_back({held.piece, key, copy_of(held.piece.descriptor.get())});
-    }
-    std::ranges::sort(pieces, {}, &KeptPiece::offset);
-    return pieces;
-  }
-
-  // The process dies after so many more calls: later ones have no effect.
-  void die_after(int calls) { calls_left_ = calls; }
-  [[nodiscard]] bool died() const { return calls_left_ < 0; }
-  // What the next process has in place of this one.
-  std::shared_ptr<FakeKeeper> next() {
-    auto next = std::make_shared<FakeKeeper>();
-    next->held_.swap(held_);
-    next->last_key_ = last_key_;
-    next->last_memory_ = last_memory_;
-    die_after(0);
-    return next;
-  }
-  // Bytes of all that is held.
-  [[nodiscard]] std::uint64_t bytes() const {
-    std::uint64_t sum = 0;
-    for (const auto& [key, held] : held_) sum += held.piece.bytes;
-    return sum;
-  }
-
-  int settled = 0;
-  Status lost;
-
- private:
-  struct Held {
-    std::uint64_t memory;
-    KeptPiece piece;
-  };
-
-  static UniqueFd copy_of(int descriptor) { return UniqueFd(::fcntl(descriptor, F_DUPFD_CLOEXEC, 3)); }
-  bool lives() {
-    if (calls_left_ >= 0) --calls_left_;
-    return calls_left_ >= 0;
-  }
-
-  std::map<std::uint64_t, Held> held_;
-  std::uint64_t last_key_ = 0;
-  std::uint64_t last_memory_ = 0;
-  int calls_left_ = 1 << 30;  // negative: died
-};
 
 class KeptGpuMemory : public FakeVendorTest {
  protected:

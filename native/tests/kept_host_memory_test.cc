@@ -4,7 +4,6 @@
 #include <sys/stat.h>
 
 #include <cerrno>
-#include <map>
 #include <memory>
 #include <span>
 #include <utility>
@@ -13,66 +12,17 @@
 #include "base/unique_fd.h"
 #include "drivers/host/host_memory.h"
 #include "drivers/ledger.h"
+#include "fake_keeper.h"
 
 namespace gpufs {
 namespace {
-
-UniqueFd duplicate(int descriptor) { return UniqueFd(::fcntl(descriptor, F_DUPFD_CLOEXEC, 3)); }
-
-// A keeper, with the journal of what it holds.
-class Holder final : public MemoryKeeper {
- public:
-  std::uint64_t new_memory() override { return ++last_; }
-  std::uint64_t hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) override {
-    KeptPiece piece;
-    piece.offset = offset;
-    piece.bytes = bytes;
-    piece.key = ++last_;
-    piece.descriptor = duplicate(descriptor);
-    pieces_[memory].push_back(std::move(piece));
-    return last_;
-  }
-  void drop(std::uint64_t key) override {
-    for (auto& [memory, pieces] : pieces_)
-      std::erase_if(pieces, [&](const KeptPiece& each) { return each.key == key; });
-  }
-  void settle() override {}
-  void lose(const Status& /*reason*/) override {}
-  std::vector<KeptPiece> take(std::uint64_t memory) override { return copies(pieces_.at(memory)); }
-
-  // What another process finds after the death of this one.
-  [[nodiscard]] std::shared_ptr<Holder> next() const {
-    auto found = std::make_shared<Holder>();
-    found->last_ = last_;
-    for (const auto& [memory, pieces] : pieces_) found->pieces_[memory] = copies(pieces);
-    return found;
-  }
-  [[nodiscard]] std::size_t count(std::uint64_t memory) const { return pieces_.at(memory).size(); }
-
- private:
-  static std::vector<KeptPiece> copies(const std::vector<KeptPiece>& pieces) {
-    std::vector<KeptPiece> copied;
-    for (const KeptPiece& piece : pieces) {
-      KeptPiece copy;
-      copy.offset = piece.offset;
-      copy.bytes = piece.bytes;
-      copy.key = piece.key;
-      copy.descriptor = duplicate(piece.descriptor.get());
-      copied.push_back(std::move(copy));
-    }
-    return copied;
-  }
-
-  std::uint64_t last_ = 0;
-  std::map<std::uint64_t, std::vector<KeptPiece>> pieces_;
-};
 
 class KeptHostMemoryTest : public ::testing::Test {
  protected:
   static constexpr Extent kFirst{0, kHostGranule};
 
   void SetUp() override {
-    memory_ = HostMemory::create(limit_, shared_, keeper_).take();
+    memory_ = HostMemory::create({limit_, shared_, keeper_}).take();
     range_ = memory_->reserve(8 * kHostGranule).take();
     ASSERT_TRUE(memory_->populate(0, kHostGranule).ok());
   }
@@ -84,12 +34,12 @@ class KeptHostMemoryTest : public ::testing::Test {
   // The process ends, a program allocates memory beside that of the buffer, and the next process looks for such memory.
   // Returns how much the file has then.
   std::int64_t bytes_after_takeover(int descriptor) {
-    const std::shared_ptr<Holder> keeper = keeper_->next();
+    const std::shared_ptr<testing::FakeKeeper> keeper = keeper_->next();
     const auto limit = std::make_shared<Ledger>(8 * kHostGranule);
     const auto shared = std::make_shared<SharedHostFiles>();
-    const auto restored = HostMemory::restore(limit, shared, keeper, memory_->number(), std::span(&kFirst, 1));
+    const auto restored = HostMemory::restore({limit, shared, keeper}, memory_->number(), std::span(&kFirst, 1));
     EXPECT_TRUE(restored.ok());
-    EXPECT_EQ(keeper->count(memory_->number()), 1U);
+    EXPECT_EQ(keeper->pieces(memory_->number()), 1U);
     EXPECT_EQ(::fallocate(descriptor, 0, 4 * kHostGranule, kHostGranule), 0);
     shared->release_foreign();
     struct stat found {};
@@ -99,7 +49,7 @@ class KeptHostMemoryTest : public ::testing::Test {
 
   const std::shared_ptr<Ledger> limit_ = std::make_shared<Ledger>(8 * kHostGranule);
   const std::shared_ptr<SharedHostFiles> shared_ = std::make_shared<SharedHostFiles>();
-  const std::shared_ptr<Holder> keeper_ = std::make_shared<Holder>();
+  const std::shared_ptr<testing::FakeKeeper> keeper_ = std::make_shared<testing::FakeKeeper>();
   std::unique_ptr<DeviceMemory> memory_;
   std::shared_ptr<AddressRange> range_;
 };
@@ -119,7 +69,7 @@ TEST_F(KeptHostMemoryTest, WhatNoRecordHasGoesBack) {
   const std::vector<MemoryKeeper::KeptPiece> own = keeper_->take(memory_->number());
   ASSERT_TRUE(memory_->populate(2 * kHostGranule, 3 * kHostGranule).ok());  // ahead, or about to be released
   const auto restore = [&](const Extent& populated) {
-    return HostMemory::restore(std::make_shared<Ledger>(0), std::make_shared<SharedHostFiles>(), keeper_->next(),
+    return HostMemory::restore({std::make_shared<Ledger>(0), std::make_shared<SharedHostFiles>(), keeper_->next()},
                                memory_->number(), std::span(&populated, 1));
   };
   const auto restored = restore(kFirst);  // although the device has become smaller than that

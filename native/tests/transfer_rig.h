@@ -65,8 +65,6 @@ class TransferRig {
     device.reset();
     fd_.reset();
   }
-  TransferRig(const TransferRig&) = delete;
-  TransferRig& operator=(const TransferRig&) = delete;
 
   // Opens the file for transfers; may_hang: as if it were on a network.
   void open_file(bool may_hang = false) {

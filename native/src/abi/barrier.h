@@ -23,12 +23,22 @@ namespace gpufs {
 // Stores a failure's text for gpufs_message() and returns its codes.
 gpufs_status report(const Status& status) noexcept;
 
-// Calls body(), which returns a Status. Running out of memory is ENOMEM, any other exception EIO.
+// The Status that a call returns; one that cannot fail returns nothing.
+template <typename Call>
+Status status_of(Call&& call) {
+  if constexpr (std::is_void_v<std::invoke_result_t<Call>>) {
+    std::forward<Call>(call)();
+    return {};
+  } else {
+    return std::forward<Call>(call)();
+  }
+}
+
+// Calls body(), see status_of(). Running out of memory is ENOMEM, any other exception EIO.
 template <typename Body>
 gpufs_status catch_all(Body&& body) noexcept {
-  static_assert(std::is_same_v<std::invoke_result_t<Body>, Status>);
   try {
-    return report(std::forward<Body>(body)());
+    return report(status_of(std::forward<Body>(body)));
   } catch (const std::bad_alloc&) {
     return report(Status(ENOMEM, ""));
   } catch (const std::exception& failure) {
@@ -46,12 +56,7 @@ Status store_result(Result<T> result, Output* output) {
 // Closes the object of a handle, for most kinds of objects.
 template <typename T>
 Status close_of(T& object) {
-  if constexpr (std::is_void_v<decltype(object.close())>) {
-    object.close();
-    return {};
-  } else {
-    return object.close();
-  }
+  return status_of([&] { return object.close(); });
 }
 
 // How long a call with this timeout waits: a negative one for a year, since a longer wait would overflow the clock and
@@ -61,12 +66,12 @@ inline std::chrono::milliseconds timeout_of(std::int64_t milliseconds) {
   return std::chrono::milliseconds(milliseconds < 0 ? kLongest : std::min(milliseconds, kLongest));
 }
 
-// Calls body(T&), which returns a Status, with the object of a handle. EBADF if the handle does not name a T.
+// Calls body(T&), see status_of(), with the object of a handle. EBADF if the handle does not name a T.
 template <typename T, typename Body>
 gpufs_status with_handle(gpufs_handle handle, Body&& body) noexcept {
   return catch_all([&]() -> Status {
     Result<std::shared_ptr<T>> found = HandleTable::instance().get<T>(handle);
-    return found.ok() ? std::forward<Body>(body)(*found.value()) : found.status();
+    return found.ok() ? status_of([&] { return std::forward<Body>(body)(*found.value()); }) : found.status();
   });
 }
 

@@ -31,10 +31,9 @@ gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_hand
 }
 
 gpufs_status gpufs_buffer_info_get(gpufs_handle buffer, gpufs_buffer_info* info) {
-  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
+  return with_handle<Buffer>(buffer, [&](Buffer& found) {
     *info = {found.size(),      found.bytes_held(),  found.charge().available(), found.device()->info().index,
              found.placement(), found.bytes_parked()};
-    return {};
   });
 }
 
@@ -127,11 +126,10 @@ gpufs_status gpufs_pool_enter(gpufs_handle pool) {
 }
 
 gpufs_status gpufs_pool_usage(gpufs_handle pool, uint64_t* used, uint64_t* largest_free) {
-  return with_handle<AddressPool>(pool, [&](AddressPool& found) -> Status {
+  return with_handle<AddressPool>(pool, [&](AddressPool& found) {
     const AddressPool::Usage usage = found.usage();
     *used = usage.used;
     *largest_free = usage.largest_free;
-    return {};
   });
 }
 

@@ -222,20 +222,16 @@ gpufs_status gpufs_statistics_describe(gpufs_handle engine, const char* json) {
 }
 
 gpufs_status gpufs_statistics_publish(gpufs_handle engine) {
-  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
-    found.publish_gauges();
-    return {};
-  });
+  return with_handle<Engine>(engine, [&](Engine& found) { found.publish_gauges(); });
 }
 
 gpufs_status gpufs_statistics_read(gpufs_handle engine, const char** data, uint64_t* bytes) {
-  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
+  return with_handle<Engine>(engine, [&](Engine& found) {
     thread_local std::string last;
     found.publish_gauges();
     last = found.counters().bytes();
     *data = last.data();
     *bytes = last.size();
-    return {};
   });
 }
 
@@ -244,24 +240,17 @@ gpufs_status gpufs_trace_start(void) {
 }
 
 gpufs_status gpufs_trace_stop(void) {
-  return catch_all([&]() -> Status {
-    observe::trace::stop();
-    return {};
-  });
+  return catch_all([&]() { observe::trace::stop(); });
 }
 
 gpufs_status gpufs_trace_read(void* data, uint64_t capacity, uint64_t* bytes) {
-  return catch_all([&]() -> Status {
+  return catch_all([&]() {
     *bytes = observe::trace::read({static_cast<std::byte*>(data), static_cast<std::size_t>(capacity)});
-    return {};
   });
 }
 
 gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count) {
-  return with_handle<Engine>(engine, [&](Engine& found) -> Status {
-    *count = static_cast<int32_t>(found.device_count());
-    return {};
-  });
+  return with_handle<Engine>(engine, [&](Engine& found) { *count = static_cast<int32_t>(found.device_count()); });
 }
 
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info) {

@@ -138,9 +138,8 @@ gpufs_status gpufs_lease_open_again(gpufs_handle mount, uint64_t ino, uint32_t f
 }
 
 gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info) {
-  return with_handle<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
+  return with_handle<Buffer::Lease>(lease, [&](Buffer::Lease& found) {
     *info = {found.bytes(), found.address(), found.placement()};
-    return {};
   });
 }
 
@@ -215,10 +214,9 @@ gpufs_status gpufs_mapping_read(gpufs_handle mapping, uint64_t offset, void* des
 }
 
 gpufs_status gpufs_mapping_info_get(gpufs_handle mapping, gpufs_mapping_info* info) {
-  return with_handle<Mapping>(mapping, [&](Mapping& found) -> Status {
+  return with_handle<Mapping>(mapping, [&](Mapping& found) {
     const std::lock_guard lock(found.mutex);
     *info = {found.range->base(), found.range->bytes(), found.range->capacity(), found.device->info().index};
-    return {};
   });
 }
 

@@ -43,12 +43,12 @@ constexpr double kLongestSpin = 0.01;
 
 static_assert(static_cast<int>(fuse::AccessTimes::kNever) == GPUFS_NOATIME);
 
-// body(mount, inode), a Status; ENOENT without this inode.
+// Calls body(mount, inode), see status_of(). ENOENT without this inode.
 template <typename Body>
 gpufs_status with_inode(gpufs_handle mount, std::uint64_t ino, Body body) {
   return with_handle<fuse::Mount>(mount, [&](fuse::Mount& found) -> Status {
     const std::shared_ptr<fuse::Inode> inode = found.table().find(ino);
-    return inode ? body(found, *inode) : Status(ENOENT, "no inode " + std::to_string(ino));
+    return inode ? status_of([&] { return body(found, *inode); }) : Status(ENOENT, "no inode " + std::to_string(ino));
   });
 }
 
@@ -132,16 +132,12 @@ gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd) {
 }
 
 gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount) {
-  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
-    found.release_forgotten();
-    return {};
-  });
+  return with_handle<Mount>(mount, [&](Mount& found) { found.release_forgotten(); });
 }
 
 gpufs_status gpufs_mount_close_handles(gpufs_handle mount, const uint64_t* handles, uint64_t count) {
-  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) {
     for (const std::uint64_t handle : std::span(handles, count)) found.close_handle(handle);
-    return {};
   });
 }
 
@@ -162,10 +158,7 @@ gpufs_status gpufs_mount_read_ahead(gpufs_handle mount, const char* directory, u
 }
 
 gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd) {
-  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
-    *fd = found.ended_fd();
-    return {};
-  });
+  return with_handle<Mount>(mount, [&](Mount& found) { *fd = found.ended_fd(); });
 }
 
 gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files, uint64_t* count) {
@@ -189,9 +182,8 @@ gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_
 }
 
 gpufs_status gpufs_mount_files(gpufs_handle mount, int32_t device, uint64_t* count) {
-  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) {
     *count = device == GPUFS_ALL_INODES ? found.table().counts().inodes : found.table().file_count(device);
-    return {};
   });
 }
 
@@ -255,10 +247,7 @@ gpufs_status gpufs_inode_release(gpufs_handle mount, uint64_t ino) {
 }
 
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes) {
-  return with_inode(mount, ino, [&](Mount&, Inode& inode) -> Status {
-    *attributes = inode.attributes();
-    return {};
-  });
+  return with_inode(mount, ino, [&](Mount&, Inode& inode) { *attributes = inode.attributes(); });
 }
 
 gpufs_status gpufs_inode_written(gpufs_handle mount, uint64_t ino) {
@@ -317,12 +306,11 @@ gpufs_status gpufs_quota_buffer(gpufs_handle mount, gpufs_handle buffer, uint32_
 }
 
 gpufs_status gpufs_quota_list(gpufs_handle mount, const gpufs_account** accounts, uint64_t* count) {
-  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
+  return with_handle<Mount>(mount, [&](Mount& found) {
     thread_local std::vector<gpufs_account> last;
     last = found.table().quotas().list();
     *accounts = last.data();
     *count = last.size();
-    return {};
   });
 }
 
@@ -358,10 +346,7 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
 }
 
 gpufs_status gpufs_mount_evict(gpufs_handle mount) {
-  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
-    found.table().evict_when_full();
-    return {};
-  });
+  return with_handle<Mount>(mount, [&](Mount& found) { found.table().evict_when_full(); });
 }
 
 gpufs_status gpufs_inode_park(gpufs_handle mount, uint64_t ino, int32_t* parked) {

@@ -209,7 +209,7 @@ gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle* b
 }
 
 gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* info) {
-  return with_handle<BackingFile>(backing, [&](BackingFile& file) -> Status {
+  return with_handle<BackingFile>(backing, [&](BackingFile& file) {
     const BackingFacts& facts = file.facts();
     *info = {};
     facts.file_system.copy(info->file_system, sizeof info->file_system - 1);
@@ -220,15 +220,11 @@ gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* in
     info->offset_align = facts.offset_align;
     info->memory_align = facts.memory_align;
     info->fastpath_refusals = facts.fastpath_refusals;
-    return {};
   });
 }
 
 gpufs_status gpufs_fastpath_probe(const char* driver, uint32_t* refusals) {
-  return catch_all([&]() -> Status {
-    *refusals = make_fastpath(driver)->refusals();
-    return {};
-  });
+  return catch_all([&]() { *refusals = make_fastpath(driver)->refusals(); });
 }
 
 const char* gpufs_refusal_name(int32_t bit) {
@@ -249,25 +245,18 @@ gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_requ
 }
 
 gpufs_status gpufs_transfer_wait(gpufs_handle transfer, int64_t timeout_ms, int32_t* done) {
-  return with_handle<Transfer>(transfer, [&](Transfer& found) -> Status {
+  return with_handle<Transfer>(transfer, [&](Transfer& found) {
     const bool ended = found.wait(timeout_of(timeout_ms));
     *done = ended ? 1 : 0;
-    return {};
   });
 }
 
 gpufs_status gpufs_transfer_progress_get(gpufs_handle transfer, gpufs_transfer_progress* progress) {
-  return with_handle<Transfer>(transfer, [&](Transfer& found) -> Status {
-    fill_progress(found.progress(), *progress);
-    return {};
-  });
+  return with_handle<Transfer>(transfer, [&](Transfer& found) { fill_progress(found.progress(), *progress); });
 }
 
 gpufs_status gpufs_transfer_cancel(gpufs_handle transfer) {
-  return with_handle<Transfer>(transfer, [&](Transfer& found) -> Status {
-    found.cancel();
-    return {};
-  });
+  return with_handle<Transfer>(transfer, [&](Transfer& found) { found.cancel(); });
 }
 
 gpufs_status gpufs_transfer_event_fd(gpufs_handle transfer, int* fd) {
@@ -308,14 +297,13 @@ gpufs_status gpufs_stream_open(gpufs_handle engine, int32_t device, const uint64
 }
 
 gpufs_status gpufs_stream_info_get(gpufs_handle stream, gpufs_stream_info* info) {
-  return with_handle<OperationStream>(stream, [&](OperationStream& found) -> Status {
+  return with_handle<OperationStream>(stream, [&](OperationStream& found) {
     *info = {};
     info->native = found.native();
     info->outstanding = found.outstanding();
     info->device = found.device()->info().index;
     info->flags = flags_of(found.promises());
     info->waits_for_values = found.waits_for_values() ? 1 : 0;
-    return {};
   });
 }
 
@@ -388,7 +376,7 @@ gpufs_status gpufs_queue_submit(gpufs_handle queue, const gpufs_operation* opera
 
 gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completions, uint64_t capacity, uint64_t fewest,
                                  int64_t timeout_ms, uint64_t* collected) {
-  return with_handle<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
+  return with_handle<QueueEntry>(queue, [&](QueueEntry& found) {
     const std::vector<Completion> over =
         found.queue->collect(static_cast<std::size_t>(std::min(fewest, capacity)), static_cast<std::size_t>(capacity),
                              timeout_of(timeout_ms));
@@ -398,15 +386,11 @@ gpufs_status gpufs_queue_collect(gpufs_handle queue, gpufs_completion* completio
       fill_progress(over[number], completions[number].outcome);
     }
     *collected = over.size();
-    return {};
   });
 }
 
 gpufs_status gpufs_queue_under_way(gpufs_handle queue, uint64_t* count) {
-  return with_handle<QueueEntry>(queue, [&](QueueEntry& found) -> Status {
-    *count = found.queue->under_way().size();
-    return {};
-  });
+  return with_handle<QueueEntry>(queue, [&](QueueEntry& found) { *count = found.queue->under_way().size(); });
 }
 
 gpufs_status gpufs_queue_cancel(gpufs_handle queue, uint64_t id) {

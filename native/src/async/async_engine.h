@@ -38,8 +38,6 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
  public:
   AsyncEngine(const AsyncOptions& options, std::shared_ptr<TransferEngine> transfers,
               std::vector<std::shared_ptr<DeviceContext>> devices);
-  AsyncEngine(const AsyncEngine&) = delete;
-  AsyncEngine& operator=(const AsyncEngine&) = delete;
 
   // capacity: 0 for as many operations as the engine may have.
   std::shared_ptr<CompletionQueue> open_queue(std::size_t capacity);

@@ -20,8 +20,6 @@ class CompletionQueue {
  public:
   // capacity: of operations under way and not collected together.
   explicit CompletionQueue(std::size_t capacity) : capacity_(capacity) {}
-  CompletionQueue(const CompletionQueue&) = delete;
-  CompletionQueue& operator=(const CompletionQueue&) = delete;
 
   // Adds operations that are about to start: all of them, or none. EAGAIN: beyond the capacity. ESHUTDOWN after
   // close().

@@ -52,8 +52,6 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // stream: null for one in no order. queue: receives the completion.
   Operation(std::uint64_t id, OperationRequest request, std::shared_ptr<AsyncEngine> engine,
             std::shared_ptr<OperationStream> stream, std::shared_ptr<CompletionQueue> queue);
-  Operation(const Operation&) = delete;
-  Operation& operator=(const Operation&) = delete;
 
   // Checks a request, and reads the numbers that are known or that `stream` promised to be fixed. EINVAL, EBADF, and
   // others: it cannot be submitted.
@@ -155,8 +153,6 @@ class OperationStream {
                   StreamPromises promises, Origin origin);
   // Must not be called on a driver's thread. Waits for what is queued on a stream of the engine's own.
   ~OperationStream();
-  OperationStream(const OperationStream&) = delete;
-  OperationStream& operator=(const OperationStream&) = delete;
 
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const { return device_; }
   [[nodiscard]] NativeStream native() const { return stream_->native(); }

@@ -21,8 +21,6 @@ class UniqueFd {
     }
     return *this;
   }
-  UniqueFd(const UniqueFd&) = delete;
-  UniqueFd& operator=(const UniqueFd&) = delete;
   ~UniqueFd() { reset(); }
 
   [[nodiscard]] int get() const { return fd_; }

@@ -28,8 +28,6 @@ class Worker {
   // check: due when the thread starts, after each wake(), and when it says.
   explicit Worker(std::string name, Check check = {});
   ~Worker() { stop(); }
-  Worker(const Worker&) = delete;
-  Worker& operator=(const Worker&) = delete;
 
   // Starts the thread if there is none, as post() and wake() do. EAGAIN if the system allows no more threads, ESHUTDOWN
   // after stop().

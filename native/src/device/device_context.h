@@ -30,8 +30,6 @@ class DeviceContext : public std::enable_shared_from_this<DeviceContext> {
   static Result<std::shared_ptr<DeviceContext>> create(std::shared_ptr<Driver> driver, std::size_t index,
                                                        std::uint64_t copy_chunk_bytes = kCopyChunk);
   ~DeviceContext();
-  DeviceContext(const DeviceContext&) = delete;
-  DeviceContext& operator=(const DeviceContext&) = delete;
 
   [[nodiscard]] Device& device() const { return device_; }
   [[nodiscard]] const Driver& driver() const { return *driver_; }

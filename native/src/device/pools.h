@@ -108,8 +108,6 @@ class PinnedPool {
  public:
   explicit PinnedPool(Device& device) : device_(device) {}
   ~PinnedPool();
-  PinnedPool(const PinnedPool&) = delete;
-  PinnedPool& operator=(const PinnedPool&) = delete;
 
   // Zeroed, and a cache line of its own at least. ENOMEM, or what the driver returned, if no more can be pinned.
   Result<PinnedBlock> take(std::size_t bytes);

@@ -31,8 +31,6 @@ class Releases {
   using TimePoint = std::chrono::steady_clock::time_point;
 
   explicit Releases(std::uint64_t device_bytes) : device_bytes_(device_bytes) {}
-  Releases(const Releases&) = delete;
-  Releases& operator=(const Releases&) = delete;
 
   // ---- buffers that may hold memory which Buffer::trim() releases ----
 

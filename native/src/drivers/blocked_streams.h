@@ -14,10 +14,6 @@ class BlockedStreams {
   // held up copies, fills or new streams of others; six sometimes did, and eight always. One is kept in reserve.
   static constexpr int kMost = 4;
 
-  BlockedStreams() = default;
-  BlockedStreams(const BlockedStreams&) = delete;
-  BlockedStreams& operator=(const BlockedStreams&) = delete;
-
   // Counts one more stream; waits up to `timeout` while there are kMost. False if there still are.
   bool add(std::chrono::steady_clock::duration timeout);
   // Counts one that was given up on. It is never removed, so pinned memory of the device stays pinned.

@@ -155,10 +155,6 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
   }
 }
 
-void AttributeOperations::answer_again(const Target& inode, Responder responder) {
-  responder.opcode() == FUSE_SETATTR ? reply_attributes(*inode, responder) : responder.ok();
-}
-
 void AttributeOperations::statfs(const Target& inode, Request& request, Responder responder) {
   // The free memory of a GPU is known only when the memory that is being released is back.
   const bool waits =

@@ -32,8 +32,6 @@ class AttributeOperations {
   void setxattr(const Target& inode, Request& request, Responder responder);
   void listxattr(const Target& inode, Request& request, Responder responder);
   void removexattr(const Target& inode, Request& request, Responder responder);
-  // A request that the process before this one has carried out and not answered.
-  void answer_again(const Target& inode, Responder responder);
 
  private:
   // 0, or why no attribute can have this name.

@@ -35,8 +35,6 @@ class BackingOperations {
         long_requests_(long_requests),
         counters_(counters),
         files_(long_requests.executor()) {}
-  BackingOperations(const BackingOperations&) = delete;
-  BackingOperations& operator=(const BackingOperations&) = delete;
 
   void read(const File& file, Request& request, Responder responder);
   void write(const File& file, Request& request, Responder responder);

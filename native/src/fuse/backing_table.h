@@ -31,8 +31,6 @@ class BackingTable : public OpenFiles<OpenBacking, kBackingHandle> {
  public:
   explicit BackingTable(Executor& executor) : closer_(std::make_shared<Closer>(executor)) {}
   ~BackingTable() { closer_->detach(); }
-  BackingTable(const BackingTable&) = delete;
-  BackingTable& operator=(const BackingTable&) = delete;
 
   // fd stays the caller's. Fails as BackingFile::open() does.
   Result<std::uint64_t> open(int fd) {

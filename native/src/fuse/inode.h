@@ -194,8 +194,6 @@ class Inode::Writer {
  public:
   explicit Writer(Inode& inode);
   ~Writer();
-  Writer(const Writer&) = delete;
-  Writer& operator=(const Writer&) = delete;
 
   State* operator->() const { return &state_; }
   State& operator*() const { return state_; }

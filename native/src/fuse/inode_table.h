@@ -59,8 +59,6 @@ class InodeTable {
         ino_numbers_(records.journal(), journal::NumbersOf::kInodes, kRootInode + 1),
         files_(records, journal::NumbersOf::kFiles) {}
   ~InodeTable();
-  InodeTable(const InodeTable&) = delete;
-  InodeTable& operator=(const InodeTable&) = delete;
 
   struct Wanted {
     gpufs_attributes attributes{};  // number 0: the next one

@@ -61,8 +61,6 @@ class Mount final : private RequestHandler {
                                                std::vector<std::shared_ptr<DeviceContext>> devices,
                                                MountOptions options);
   ~Mount() override { close(); }
-  Mount(const Mount&) = delete;
-  Mount& operator=(const Mount&) = delete;
 
   Status start();
   [[nodiscard]] bool started() const { return started_; }

@@ -183,14 +183,10 @@ void NameOperations::link(const InodePointer& directory, Request& request, Respo
   responder.error(status.error());
 }
 
-void NameOperations::unlink(const InodePointer& directory, Request& request, Responder responder) {
+void NameOperations::remove(const InodePointer& directory, Request& request, Responder responder) {
   const auto name = texts<1>(request, 0);
-  name ? reply_status(names_.unlink(*directory, name->front()), responder) : responder.error(EINVAL);
-}
-
-void NameOperations::rmdir(const InodePointer& directory, Request& request, Responder responder) {
-  const auto name = texts<1>(request, 0);
-  name ? reply_status(names_.rmdir(*directory, name->front()), responder) : responder.error(EINVAL);
+  if (!name) return responder.error(EINVAL);
+  reply_status(names_.remove(*directory, name->front(), request.header.opcode == FUSE_RMDIR), responder);
 }
 
 void NameOperations::rename(const InodePointer& directory, Request& request, Responder responder) {

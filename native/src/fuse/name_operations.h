@@ -51,8 +51,8 @@ class NameOperations {
   void mkdir(const InodePointer& directory, Request& request, Responder responder);
   void symlink(const InodePointer& directory, Request& request, Responder responder);
   void link(const InodePointer& directory, Request& request, Responder responder);
-  void unlink(const InodePointer& directory, Request& request, Responder responder);
-  void rmdir(const InodePointer& directory, Request& request, Responder responder);
+  // UNLINK and RMDIR.
+  void remove(const InodePointer& directory, Request& request, Responder responder);
   void rename(const InodePointer& directory, Request& request, Responder responder);
   void readlink(const InodePointer& inode, Request& request, Responder responder);
   void open(const InodePointer& inode, Request& request, Responder responder);

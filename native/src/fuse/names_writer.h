@@ -22,8 +22,6 @@ class NamesWriter {
 
   NamesWriter(std::shared_mutex& mutex, InodeTable& table)
       : lock_(mutex), table_(table), records_(table.records()), together_(records_) {}
-  NamesWriter(const NamesWriter&) = delete;
-  NamesWriter& operator=(const NamesWriter&) = delete;
 
   // Gives an inode a name, over what had it.
   void attach(Inode& directory, std::string_view name, const InodePointer& inode);

@@ -181,13 +181,17 @@ Status Namespace::link(const InodePointer& inode, Inode& directory, std::string_
   return {};
 }
 
-Status Namespace::unlink(Inode& directory, std::string_view name) {
+Status Namespace::remove(Inode& directory, std::string_view name, bool removes_directory) {
   NamesWriter writer(mutex_, table_);
   if (Status status = check_users_directory(directory); !status.ok()) return status;
+  if (removes_directory && name == ".") return Status(EINVAL, "a name that cannot be removed");
+  if (removes_directory && name == "..") return Status(ENOTEMPTY, "the directory has entries");
   Result<InodePointer> found = find_entry(directory.names_, name);
   if (!found.ok()) return found.status();
   InodePointer inode = found.take();
-  if (is_directory(*inode)) return Status(EISDIR, "a directory");
+  if (is_directory(*inode) && !removes_directory) return Status(EISDIR, "a directory");
+  if (!is_directory(*inode) && removes_directory) return Status(ENOTDIR, "not a directory");
+  if (!inode->names_.entries().empty()) return Status(ENOTEMPTY, "the directory has entries");
   writer.detach(directory, name);
   writer.settle(std::move(inode));
   records_.done({});
@@ -213,22 +217,6 @@ std::vector<std::pair<std::uint64_t, std::string>> Namespace::names_of(const Ino
   const std::shared_lock lock(mutex_);
   for (const InodeNames::Name& name : inode.names_.names()) found.emplace_back(name.directory->ino(), *name.text);
   return found;
-}
-
-Status Namespace::rmdir(Inode& directory, std::string_view name) {
-  NamesWriter writer(mutex_, table_);
-  if (Status status = check_users_directory(directory); !status.ok()) return status;
-  if (name == ".") return Status(EINVAL, "a name that cannot be removed");
-  if (name == "..") return Status(ENOTEMPTY, "the directory has entries");
-  Result<InodePointer> found = find_entry(directory.names_, name);
-  if (!found.ok()) return found.status();
-  InodePointer inode = found.take();
-  if (!is_directory(*inode)) return Status(ENOTDIR, "not a directory");
-  if (!inode->names_.entries().empty()) return Status(ENOTEMPTY, "the directory has entries");
-  writer.detach(directory, name);
-  writer.settle(std::move(inode));
-  records_.done({});
-  return {};
 }
 
 Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std::string_view new_name,

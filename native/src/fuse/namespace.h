@@ -39,8 +39,6 @@ class Namespace {
 
   explicit Namespace(InodeTable& table) : table_(table), records_(table.records()) {}
   ~Namespace();
-  Namespace(const Namespace&) = delete;
-  Namespace& operator=(const Namespace&) = delete;
 
   // Gives the inodes that InodeTable::restore() has added their names, as the records have them.
   Status restore();
@@ -61,8 +59,8 @@ class Namespace {
   };
   Result<Opened> create_open(Inode& directory, std::optional<std::string_view> name, const NewInode& wanted, int flags);
   Status link(const InodePointer& inode, Inode& directory, std::string_view name);
-  Status unlink(Inode& directory, std::string_view name);
-  Status rmdir(Inode& directory, std::string_view name);
+  // As unlink(2), or rmdir(2) if it is to remove a directory.
+  Status remove(Inode& directory, std::string_view name, bool removes_directory);
   // Moves a name, over what is there. flags: RENAME_NOREPLACE, RENAME_WHITEOUT (the old name becomes a device node 0:0
   // of the caller, by which overlays mark removed names), or RENAME_EXCHANGE alone. The replaced name keeps its place
   // in listings, so a program that lists the directory at the same time sees it exactly once.

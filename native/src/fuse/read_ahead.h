@@ -28,8 +28,6 @@ class ReadAhead {
  public:
   explicit ReadAhead(observe::EngineCounters& counters) : counters_(counters) {}
   ~ReadAhead() { stop(); }
-  ReadAhead(const ReadAhead&) = delete;
-  ReadAhead& operator=(const ReadAhead&) = delete;
 
   // directory: where the mount is, which must answer already. piece: bytes to ask the kernel for at a time, at most
   // what it reads ahead on this mount. EPERM unless the process may open files by their handles (open_by_handle_at(2)).

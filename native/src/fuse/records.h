@@ -61,8 +61,6 @@ class Records {
   // journal: null where nothing is kept. The functions do nothing then.
   explicit Records(std::shared_ptr<journal::Journal> journal);
   ~Records();
-  Records(const Records&) = delete;
-  Records& operator=(const Records&) = delete;
 
   [[nodiscard]] journal::Journal* journal() const { return journal_.get(); }
 

@@ -42,8 +42,6 @@ class Relay {
   Relay(UniqueFd socket, Transport& transport, InodeTable& table, BackingTable& backing_files, Executor& executor,
         const InitNegotiation::Options& init, observe::EngineCounters& counters);
   ~Relay() { stop(); }
-  Relay(const Relay&) = delete;
-  Relay& operator=(const Relay&) = delete;
 
   Status start();
   // Answers what is pending and all that comes later with ENOTCONN, and ends the thread. May be called twice.

@@ -45,8 +45,6 @@ class Responder {
       : transport_(&transport), unique_(unique), opcode_(opcode) {}
   Responder(Responder&& other) noexcept;
   Responder& operator=(Responder&& other) noexcept;
-  Responder(const Responder&) = delete;
-  Responder& operator=(const Responder&) = delete;
   ~Responder();
 
   [[nodiscard]] std::uint64_t unique() const { return unique_; }

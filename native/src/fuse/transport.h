@@ -82,8 +82,6 @@ class Transport {
  public:
   Transport(UniqueFd device, const TransportOptions& options, observe::EngineCounters& counters);
   ~Transport() { stop(); }
-  Transport(const Transport&) = delete;
-  Transport& operator=(const Transport&) = delete;
 
   // Starts reading, with one thread until initialized() reports that the INIT reply has been written.
   Status start(RequestHandler& handler);

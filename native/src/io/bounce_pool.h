@@ -38,8 +38,6 @@ class BouncePool : public std::enable_shared_from_this<BouncePool> {
   // capacity_bytes: a hard limit on what is pinned, at least one buffer.
   static std::shared_ptr<BouncePool> create(std::size_t buffer_bytes, std::uint64_t capacity_bytes);
   ~BouncePool();
-  BouncePool(const BouncePool&) = delete;
-  BouncePool& operator=(const BouncePool&) = delete;
 
   // A buffer for copies of this device, on its NUMA node if possible. Buffers are pinned when they are needed for the
   // first time and then kept. Waits if all are in use.

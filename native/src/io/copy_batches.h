@@ -38,8 +38,6 @@ class CopyBatches {
   static Result<std::shared_ptr<CopyBatches>> create(DeviceContext& device, CopyDirection direction);
   // All batches must be done.
   ~CopyBatches() = default;
-  CopyBatches(const CopyBatches&) = delete;
-  CopyBatches& operator=(const CopyBatches&) = delete;
 
   // Adds the copies of one chunk. Their memory is in use until the batch is done. known: the addresses are the
   // device's. Other chunks are batches of their own, and their copies go one by one: if one fails, no other chunk does.

@@ -45,8 +45,6 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
 
     Job(std::uint64_t client, std::uint64_t group) : client_(client), group_(group) {}
     virtual ~Job() = default;
-    Job(const Job&) = delete;
-    Job& operator=(const Job&) = delete;
 
     [[nodiscard]] std::uint64_t client() const { return client_; }
     [[nodiscard]] std::uint64_t group() const { return group_; }
@@ -68,8 +66,6 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   // share: threads that one client has at most; spare: additional threads for other clients. node: -1 for no affinity.
   // Threads start when they are needed for the first time.
   static std::shared_ptr<Scheduler> create(int node, int share, int spare);
-  Scheduler(const Scheduler&) = delete;
-  Scheduler& operator=(const Scheduler&) = delete;
 
   // ESHUTDOWN after shutdown(); EAGAIN if there is no thread to serve it.
   Status submit(std::shared_ptr<Job> job);

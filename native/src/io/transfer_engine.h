@@ -25,8 +25,6 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
   // EINVAL names the option that is out of range. Starts no thread. When the last copy of the pointer is destroyed,
   // shutdown() runs on that thread.
   static Result<std::shared_ptr<TransferEngine>> create(const IoOptions& options, std::shared_ptr<Fastpath> fastpath);
-  TransferEngine(const TransferEngine&) = delete;
-  TransferEngine& operator=(const TransferEngine&) = delete;
 
   // EINVAL: offsets and sizes that overflow or leave the device memory. EBADF: the file is not open for this direction,
   // or a destination is open for appending. ESHUTDOWN after shutdown(). All other failures are the transfer's.

@@ -42,8 +42,6 @@ class Journal {
   // are missing, see health().
   static Result<std::unique_ptr<Journal>> restore(UniqueFd descriptor);
   ~Journal();
-  Journal(const Journal&) = delete;
-  Journal& operator=(const Journal&) = delete;
 
   [[nodiscard]] int fd() const { return file_.get(); }
   // Memory of the values, with what they leave free in their blocks.

@@ -106,14 +106,11 @@ class Charge {
  public:
   enum Payer : std::uint8_t { kOwner, kDirectory };
 
-  Charge() = default;
   ~Charge() {
     settle(0);
     release_addresses(address_bytes_);
     settle_descriptors(0);
   }
-  Charge(const Charge&) = delete;
-  Charge& operator=(const Charge&) = delete;
 
   // Before memory is taken: charges so many bytes more to every account. EDQUOT changes nothing.
   Status grow(std::uint64_t bytes);

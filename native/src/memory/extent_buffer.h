@@ -49,8 +49,6 @@ class ExtentBuffer : public Buffer {
 
   ExtentBuffer(std::shared_ptr<DeviceContext> device, bool preallocates);
   ~ExtentBuffer() override;
-  ExtentBuffer(const ExtentBuffer&) = delete;
-  ExtentBuffer& operator=(const ExtentBuffer&) = delete;
 
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return context_; }
   [[nodiscard]] std::uint64_t size() const override { return size_.load(std::memory_order_acquire); }

@@ -48,8 +48,6 @@ class HostLocks {
 
   HostLocks(std::shared_ptr<Driver> driver, LockPolicy policy);
   ~HostLocks();
-  HostLocks(const HostLocks&) = delete;
-  HostLocks& operator=(const HostLocks&) = delete;
 
   [[nodiscard]] LockPolicy policy() const { return policy_; }
 

@@ -92,10 +92,10 @@ std::uint64_t RegisteredBuffer::bytes_held() const {
   return revoked_ ? 0 : round_up(bytes_, 512);
 }
 
-Status RegisteredBuffer::begin(MappingUse* use) {
+Status RegisteredBuffer::begin(MappingUse* use, bool is_pinned) {
   {
     const std::lock_guard lock(mutex_);
-    if (revoked_) return stale();
+    if (is_pinned ? memory_ == nullptr : revoked_) return stale();
     ++uses_;
     use->buffer_ = std::static_pointer_cast<RegisteredBuffer>(shared_from_this());
     use->memory_ = memory_.get();
@@ -110,15 +110,7 @@ Status RegisteredBuffer::check_intact(MappingUse& use) {
 
 Status RegisteredBuffer::check_pinned() {
   MappingUse use;
-  {
-    // Also once it is withdrawn: the pin keeps it until then.
-    const std::lock_guard lock(mutex_);
-    if (memory_ == nullptr) return stale();
-    ++uses_;
-    use.buffer_ = std::static_pointer_cast<RegisteredBuffer>(shared_from_this());
-    use.memory_ = memory_.get();
-  }
-  return check_intact(use);
+  return begin(&use, /*is_pinned=*/true);
 }
 
 Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) const {

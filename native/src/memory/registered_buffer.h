@@ -62,7 +62,8 @@ class RegisteredBuffer : public Buffer {
                      const std::function<void()>& advanced) override;
   // ESTALE, EPERM.
   Status check_write(std::uint64_t offset, std::uint64_t bytes) const;
-  Status begin(MappingUse* use);
+  // is_pinned: also once the memory is withdrawn, since a pin keeps it until its end.
+  Status begin(MappingUse* use, bool is_pinned = false);
   // After an access: ESTALE if the memory was taken away under it.
   Status check_intact(MappingUse& use);
   // Unmaps the memory, which nobody uses any more. Needs no lock.

@@ -42,8 +42,6 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   // management, where reserving addresses takes memory.
   static Result<std::shared_ptr<SlabPool>> create(DeviceContext& context, std::uint64_t file_bytes);
   ~SlabPool();
-  SlabPool(const SlabPool&) = delete;
-  SlabPool& operator=(const SlabPool&) = delete;
 
   [[nodiscard]] std::uint64_t largest() const { return largest_; }
 

@@ -172,8 +172,6 @@ class Region {
   // to a dead process. Its space is allocated at once, so this fails with ENOSPC rather than counting later.
   static Result<std::shared_ptr<Region>> create(std::size_t devices, const std::string& path);
   ~Region();
-  Region(const Region&) = delete;
-  Region& operator=(const Region&) = delete;
 
   // In the calling thread's stripe.
   [[nodiscard]] Block& block(std::size_t device, Backend backend, Flow flow) {

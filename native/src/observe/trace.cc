@@ -30,8 +30,6 @@ constexpr std::size_t kThreadNameBytes = 16;
 struct ThreadRecords {
   ThreadRecords();
   ~ThreadRecords();
-  ThreadRecords(const ThreadRecords&) = delete;
-  ThreadRecords& operator=(const ThreadRecords&) = delete;
 
   const std::uint32_t thread = static_cast<std::uint32_t>(::gettid());
   std::string name;

@@ -1,6 +1,6 @@
 // A libcuda over host memory (fake_gpu/machine.h): contexts, the threads' stacks of them, and the entry points.
 //
-// Compiled twice: complete; FAKE_CUDA_OLD, without a function that every driver must have.
+// Compiled twice: complete; FAKE_GPU_OLD, without a function that every driver must have.
 #include "fake_cuda.h"
 
 #include <iterator>
@@ -95,17 +95,13 @@ api::Code fake_gpu::readiness(Machine& m) {
 namespace {
 
 int reset(const FakeGpuSetup* setup) { return fake_gpu::machine().reset(*setup, retained_contexts()); }
-void fail(const char* symbol, int n, int code, int times) { fake_gpu::machine().fail(symbol, n, code, times); }
-int calls(const char* symbol) { return fake_gpu::machine().calls(symbol); }
 void read_state(FakeGpuState* state) {
   *state = fake_gpu::machine().state();
   state->contexts = retained_contexts();
 }
-void hold(bool held) { fake_gpu::machine().hold(held); }
-int capture_mode() { return fake_gpu::capture_mode; }
-void share_queues() { fake_gpu::machine().share_queues(); }
 
-constexpr FakeCudaControl kControl{{reset, fail, calls, read_state, hold, share_queues, current_device, capture_mode},
+constexpr FakeCudaControl kControl{{reset, fake_gpu::plan_failure, fake_gpu::count_calls, read_state, fake_gpu::hold,
+                                    fake_gpu::share_queues, current_device, fake_gpu::read_capture_mode},
                                    depth};
 
 api::Code attribute_of(const FakeGpuSetup& setup, int attribute, int* value) {
@@ -139,6 +135,9 @@ extern "C" {
 
 const FakeCudaControl* fake_cuda_control() { return &kControl; }
 
+#define FAKE_CUDA
+#include "fake_gpu/functions.h"
+
 CALL(cuInit, (unsigned /*flags*/), api::kSuccess)
 
 api::Code cuGetErrorName(api::Code code, const char** name) {
@@ -164,12 +163,8 @@ api::Code cuDeviceGet(CuDevice* device, int ordinal) {
   return api::kSuccess;
 }
 
-CALL(cuDeviceGetName, (char* name, int bytes, CuDevice device), m.device_name(name, bytes, device))
-CALL(cuDeviceGetPCIBusId, (char* text, int bytes, CuDevice device), m.pci_address(text, bytes, device))
 CALL(cuDeviceGetUuid, (CuUuid * uuid, CuDevice device), give_uuid(uuid, m.physical(device)))
-CALL(cuDeviceTotalMem_v2, (std::size_t * bytes, CuDevice /*device*/), m.total_memory(bytes))
 CALL(cuDeviceGetAttribute, (int* value, int attribute, CuDevice /*device*/), attribute_of(m.setup, attribute, value))
-CALL(cuDeviceCanAccessPeer, (int* value, CuDevice a, CuDevice b), m.can_access_peer(value, a, b))
 
 api::Code cuDevicePrimaryCtxRetain(CuContext* context, CuDevice device) {
   ENTER("cuDevicePrimaryCtxRetain");
@@ -210,9 +205,6 @@ api::Code cuCtxPopCurrent_v2(CuContext* context) {
 }
 
 ON_DEVICE(cuCtxEnablePeerAccess, (CuContext /*peer*/, unsigned /*flags*/), api::kSuccess)
-ON_DEVICE(cuMemGetInfo_v2, (std::size_t * free_bytes, std::size_t* total), m.memory_info(free_bytes, total))
-ON_DEVICE(cuMemAlloc_v2, (CuAddress * address, std::size_t bytes), m.allocate(address, bytes))
-ON_DEVICE(cuMemFree_v2, (CuAddress address), m.free(lock, address))
 
 api::Code cuPointerGetAttribute(void* answer, int attribute, CuAddress address) {
   ENTER_ON_DEVICE("cuPointerGetAttribute");
@@ -228,26 +220,6 @@ api::Code cuPointerGetAttribute(void* answer, int attribute, CuAddress address) 
   return m.pointer_attribute(answer, attribute, address);
 }
 
-ON_DEVICE(cuMemGetAddressRange_v2, (CuAddress * start, std::size_t* bytes, CuAddress address),
-          m.address_range(start, bytes, address))
-ON_DEVICE(cuIpcGetMemHandle, (api::IpcHandle * handle, CuAddress address), m.ipc_handle(handle, address))
-ON_DEVICE(cuIpcOpenMemHandle_v2, (CuAddress * address, api::IpcHandle handle, unsigned flags),
-          flags == api::kIpcLazyPeerAccess ? m.ipc_open(address, handle) : api::kInvalidValue)
-ON_DEVICE(cuIpcCloseMemHandle, (CuAddress address), m.ipc_close(address))
-
-#ifndef FAKE_CUDA_OLD
-ON_DEVICE(cuMemHostRegister_v2, (void* address, std::size_t bytes, unsigned /*flags*/), m.pin(address, bytes))
-#endif
-ON_DEVICE(cuMemHostUnregister, (void* address), m.unpin(lock, address))
-ON_DEVICE(cuMemHostGetDevicePointer_v2, (CuAddress * seen, void* address, unsigned flags),
-          m.address_of_pinned(seen, address, flags))
-
-ON_DEVICE(cuMemcpyHtoDAsync_v2, (CuAddress destination, const void* source, std::size_t bytes, api::Stream stream),
-          m.copy_in(destination, source, bytes, stream))
-ON_DEVICE(cuMemcpyDtoHAsync_v2, (void* destination, CuAddress source, std::size_t bytes, api::Stream stream),
-          m.copy_out(destination, source, bytes, stream))
-ON_DEVICE(cuMemcpyDtoDAsync_v2, (CuAddress destination, CuAddress source, std::size_t bytes, api::Stream stream),
-          m.copy_within(destination, source, bytes, stream))
 api::Code cuMemcpyBatchAsync(CuAddress* destinations, CuAddress* sources, std::size_t* sizes, std::size_t count,
                              CuCopyAttributes* attributes, std::size_t* attributes_from, std::size_t kinds,
                              std::size_t* /*failed*/, api::Stream stream) {
@@ -265,8 +237,6 @@ api::Code cuMemcpyBatchAsync(CuAddress* destinations, CuAddress* sources, std::s
   }
   return api::kSuccess;
 }
-ON_DEVICE(cuMemsetD8Async, (CuAddress destination, unsigned char value, std::size_t bytes, api::Stream stream),
-          m.fill(destination, value, bytes, stream))
 
 api::Code cuMemcpyPeerAsync(CuAddress destination, CuContext peer, CuAddress source, CuContext context,
                             std::size_t bytes, api::Stream stream) {
@@ -277,11 +247,6 @@ api::Code cuMemcpyPeerAsync(CuAddress destination, CuContext peer, CuAddress sou
   return m.copy_within(destination, source, bytes, stream);
 }
 
-ON_DEVICE(cuStreamCreate, (api::Stream * stream, unsigned flags), m.create_stream(lock, stream, flags))
-CALL(cuStreamDestroy_v2, (api::Stream stream), m.destroy_stream(lock, stream))
-
-ON_DEVICE(cuCtxSynchronize, (), m.synchronize(lock))
-
 api::Code cuStreamSynchronize(api::Stream stream) {
   fake_gpu::Machine& m = fake_gpu::machine();
   std::unique_lock lock(m.mutex);
@@ -289,8 +254,6 @@ api::Code cuStreamSynchronize(api::Stream stream) {
   return stack.empty() ? kCuInvalidContext : m.synchronize_stream(lock, stream, planned);
 }
 
-ON_DEVICE(cuLaunchHostFunc, (api::Stream stream, void (*function)(void*), void* argument),
-          m.call_host(stream, function, argument))
 ON_DEVICE(cuStreamWaitValue32_v2, (api::Stream stream, CuAddress cell, std::uint32_t value, unsigned flags),
           m.setup.stream_waits ? m.wait_for_value(stream, cell, value, flags) : api::kNotSupported)
 
@@ -301,37 +264,7 @@ api::Code cuStreamGetCtx(api::Stream handle, CuContext* context) {
   return give(context, &contexts.at(static_cast<std::size_t>(stream->device)));
 }
 
-CALL(cuThreadExchangeStreamCaptureMode, (int* mode), fake_gpu::Machine::exchange_capture_mode(mode))
-ON_DEVICE(cuStreamIsCapturing, (api::Stream /*stream*/, int* capturing), m.is_capturing(capturing))
-ON_DEVICE(cuEventCreate, (api::Event * event, unsigned flags), m.create_event(event, flags))
-CALL(cuEventDestroy_v2, (api::Event event), m.destroy_event(event))
-ON_DEVICE(cuEventRecord, (api::Event event, api::Stream stream), m.record(event, stream))
-ON_DEVICE(cuEventQuery, (api::Event event), m.query(event))
-
-CALL(cuMemGetAllocationGranularity,
-     (std::size_t * bytes, const api::AllocationProperties* properties, unsigned /*option*/),
-     m.granularity(bytes, *properties))
-CALL(cuMemAddressReserve,
-     (CuAddress * address, std::size_t bytes, std::size_t /*alignment*/, CuAddress /*where*/,
-      unsigned long long /*flags*/),
-     m.reserve(address, bytes))
-CALL(cuMemAddressFree, (CuAddress address, std::size_t bytes), m.unreserve(address, bytes))
-CALL(cuMemCreate,
-     (CuMemoryHandle * handle, std::size_t bytes, const api::AllocationProperties* properties,
-      unsigned long long /*flags*/),
-     m.create(handle, bytes, *properties))
-CALL(cuMemRelease, (CuMemoryHandle handle), m.release(handle))
-CALL(cuMemMap,
-     (CuAddress address, std::size_t bytes, std::size_t offset, CuMemoryHandle handle, unsigned long long /*flags*/),
-     m.map(address, bytes, offset, handle))
-CALL(cuMemUnmap, (CuAddress address, std::size_t bytes), m.unmap(address, bytes))
-CALL(cuMemSetAccess, (CuAddress address, std::size_t bytes, const api::Access* access, std::size_t count),
-     m.set_access(address, bytes, access, count))
-CALL(cuMemRetainAllocationHandle, (CuMemoryHandle * handle, void* address),
-     m.retain(handle, reinterpret_cast<CuAddress>(address)))
-CALL(cuMemExportToShareableHandle, (void* out, CuMemoryHandle handle, int type, unsigned long long /*flags*/),
-     m.export_memory(out, handle, type))
-CALL(cuMemImportFromShareableHandle, (CuMemoryHandle * handle, void* descriptor, int type),
+CALL(cuMemImportFromShareableHandle, (Handle * handle, void* descriptor, int type),
      m.import_memory(handle, static_cast<int>(reinterpret_cast<std::intptr_t>(descriptor)), type))
 
 }  // extern "C"

@@ -33,7 +33,6 @@
 #include <string>
 #include <string_view>
 #include <thread>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -93,8 +92,6 @@ struct StreamObject {
     changed.notify_all();
     worker.join();
   }
-  StreamObject(const StreamObject&) = delete;
-  StreamObject& operator=(const StreamObject&) = delete;
 
   void queue(std::function<void()> task) {
     {
@@ -153,16 +150,6 @@ struct StreamObject {
 namespace fake_gpu {
 
 namespace api = gpufs::gpu::api;
-
-// One of the vendor's objects or addresses as another type with the same bits: a number, or a pointer.
-template <typename To, typename From>
-To as(From from) {
-  if constexpr (std::is_pointer_v<To> == std::is_pointer_v<From>) {
-    return static_cast<To>(from);
-  } else {
-    return reinterpret_cast<To>(from);
-  }
-}
 
 using Address = std::uint64_t;
 using Handle = std::uint64_t;  // of physical memory
@@ -291,6 +278,7 @@ class Machine {
 
   std::mutex mutex;
   FakeGpuSetup setup;
+  unsigned pin_flags = 0;  // of the last call of pin()
 
   // Counts a call and answers its planned failure, if there is one. Every call from a function of call_host() fails.
   api::Code enter(const char* symbol) {
@@ -354,8 +342,7 @@ class Machine {
     return api::kSuccess;
   }
 
-  template <typename Pointer>
-  api::Code allocate(Pointer* address, std::size_t bytes) {
+  api::Code allocate(Address* address, std::size_t bytes) {
     if (bytes == 0) return api::kInvalidValue;
     if (used(current()) + bytes > setup.memory_bytes) return api::kOutOfMemory;
     const int fd = ::memfd_create("fake_gpu", MFD_CLOEXEC);  // other processes open it by its handle
@@ -363,8 +350,8 @@ class Machine {
     void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (memory == MAP_FAILED) return api::kOutOfMemory;
     std::memset(memory, 0xA5, std::min<std::size_t>(bytes, kLargePage));  // fresh memory is not zero
-    *address = as<Pointer>(memory);
-    allocations_[number(memory)] = {current(), bytes, fd};
+    *address = number(memory);
+    allocations_[*address] = {current(), bytes, fd};
     used(current()) += bytes;
     return api::kSuccess;
   }
@@ -390,8 +377,7 @@ class Machine {
     std::memcpy(handle->bytes, &shared, sizeof shared);
     return api::kSuccess;
   }
-  template <typename Pointer>
-  api::Code ipc_open(Pointer* address, const api::IpcHandle& handle) {
+  api::Code ipc_open(Address* address, const api::IpcHandle& handle) {
     SharedAllocation shared{};
     std::memcpy(&shared, handle.bytes, sizeof shared);
     if (shared.magic != kIpcMagic || shared.device < 0 || shared.device >= setup.devices) return api::kInvalidHandle;
@@ -401,8 +387,8 @@ class Machine {
     void* memory = ::mmap(nullptr, shared.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     ::close(fd);
     if (memory == MAP_FAILED) return api::kOutOfMemory;
-    *address = as<Pointer>(memory);
-    allocations_[number(memory)] = {shared.device, shared.bytes, -1};
+    *address = number(memory);
+    allocations_[*address] = {shared.device, shared.bytes, -1};
     return api::kSuccess;
   }
   api::Code ipc_close(Address address) {
@@ -413,26 +399,24 @@ class Machine {
     return api::kSuccess;
   }
   // The allocation or mapping around an address.
-  template <typename Pointer>
-  api::Code address_range(Pointer* start, std::size_t* bytes, Address address) const {
+  api::Code address_range(Address* start, std::size_t* bytes, Address address) const {
     if (const auto found = around(allocations_, address); found != allocations_.end()) {
-      *start = as<Pointer>(found->first);
+      *start = found->first;
       *bytes = found->second.bytes;
       return api::kSuccess;
     }
     const auto mapping = around(mappings_, address);
     if (mapping == mappings_.end()) return api::kInvalidValue;
-    *start = as<Pointer>(mapping->first);
+    *start = mapping->first;
     *bytes = mapping->second.bytes;
     return api::kSuccess;
   }
   // A further reference to the physical memory behind an address, for release().
-  template <typename VendorsHandle>
-  api::Code retain(VendorsHandle* handle, Address address) {
+  api::Code retain(Handle* handle, Address address) {
     const auto mapping = around(mappings_, address);
     if (mapping == mappings_.end()) return api::kInvalidValue;
     ++physical_.at(mapping->second.handle).retained;
-    *handle = as<VendorsHandle>(mapping->second.handle);
+    *handle = mapping->second.handle;
     return api::kSuccess;
   }
   // Of memory of a device, or of pinned memory of the host. Both vendors have the same numbers.
@@ -458,8 +442,7 @@ class Machine {
     *bytes = vendor_.granularity;
     return api::kSuccess;
   }
-  template <typename Pointer>
-  api::Code reserve(Pointer* address, std::size_t bytes) {
+  api::Code reserve(Address* address, std::size_t bytes) {
     if (bytes == 0 || bytes % vendor_.granularity != 0) return api::kInvalidValue;
     std::uint64_t reserved = 0;
     for (const auto& reservation : reservations_) reserved += reservation.second;
@@ -470,7 +453,7 @@ class Machine {
     const Address base = (number(memory) + kLargePage - 1) / kLargePage * kLargePage;
     if (base > number(memory)) ::munmap(memory, base - number(memory));
     ::munmap(pointer(base + bytes), number(memory) + kLargePage - base);
-    *address = as<Pointer>(base);
+    *address = base;
     reservations_[base] = bytes;
     return api::kSuccess;
   }
@@ -483,8 +466,7 @@ class Machine {
     reservations_.erase(reservation);
     return api::kSuccess;
   }
-  template <typename VendorsHandle>
-  api::Code create(VendorsHandle* handle, std::size_t bytes, const api::AllocationProperties& properties) {
+  api::Code create(Handle* handle, std::size_t bytes, const api::AllocationProperties& properties) {
     const bool on_host = properties.location.type == api::kLocationHostNode;
     const int device = on_host ? kHostNode : properties.location.id;
     if (bytes == 0 || bytes % vendor_.granularity != 0 || device < 0 || (device >= setup.devices && !on_host)) {
@@ -497,7 +479,7 @@ class Machine {
     for (std::uint64_t at = 0; at < bytes; at += kLargePage) {
       if (::pwrite(fd, "stale", 5, static_cast<off_t>(at)) != 5) return api::kOutOfMemory;
     }
-    *handle = as<VendorsHandle>(next_handle_);
+    *handle = next_handle_;
     physical_[next_handle_++] = Physical{fd, device, bytes};
     used(device) += bytes;
     return api::kSuccess;
@@ -523,8 +505,7 @@ class Machine {
     return api::kSuccess;
   }
   // Memory of this process or another one. It is accounted where it was created.
-  template <typename VendorsHandle>
-  api::Code import_memory(VendorsHandle* handle, int fd, int type) {
+  api::Code import_memory(Handle* handle, int fd, int type) {
     if (type != api::kHandleDescriptor) return api::kInvalidValue;
     std::array<char, 64> name{};
     const std::string path = "/proc/self/fd/" + std::to_string(fd);
@@ -534,7 +515,7 @@ class Machine {
     const int own = ::dup(fd);
     // The code of CUDA's driver 580 for a descriptor of something else.
     if (!std::string(name.data()).starts_with(prefix) || own < 0) return api::kUnknown;
-    *handle = as<VendorsHandle>(next_handle_);
+    *handle = next_handle_;
     int device = 0;
     const int owner = std::atoi(name.data() + prefix.size());
     while (device < setup.devices && physical(device) != owner) ++device;
@@ -625,9 +606,10 @@ class Machine {
     return mapping == mappings_.end() ? -1 : physical_.at(mapping->second.handle).device;
   }
 
-  api::Code pin(void* address, std::size_t bytes) {
+  api::Code pin(void* address, std::size_t bytes, unsigned flags) {
     if (pinned_around(address, bytes) != pinned_.end()) return api::kHostMemoryAlreadyRegistered;
     pinned_.emplace(number(address), Range{bytes});
+    pin_flags = flags;
     return api::kSuccess;
   }
   api::Code unpin(std::unique_lock<std::mutex>& lock, void* address) {
@@ -635,10 +617,9 @@ class Machine {
     return pinned_.erase(number(address)) == 1 ? api::kSuccess : api::kHostMemoryNotRegistered;
   }
   [[nodiscard]] bool is_pinned_at(const void* address) const { return pinned_.contains(number(address)); }
-  template <typename Pointer>
-  api::Code address_of_pinned(Pointer* seen, void* address, unsigned flags) const {
+  api::Code address_of_pinned(Address* seen, void* address, unsigned flags) const {
     if (flags != 0 || !is_pinned_at(address)) return api::kInvalidValue;
-    *seen = as<Pointer>(address);
+    *seen = number(address);
     return api::kSuccess;
   }
   // Start or size of the pinned range around an address.
@@ -998,6 +979,13 @@ class Machine {
 // what stands against a call on the current device.
 Machine& machine();
 api::Code readiness(Machine& m);
+
+// What a fake's control does.
+inline void plan_failure(const char* symbol, int n, int code, int times) { machine().fail(symbol, n, code, times); }
+inline int count_calls(const char* symbol) { return machine().calls(symbol); }
+inline void hold(bool held) { machine().hold(held); }
+inline void share_queues() { machine().share_queues(); }
+inline int read_capture_mode() { return capture_mode; }
 
 }  // namespace fake_gpu
 

@@ -1,6 +1,6 @@
 // A libamdhip64 over host memory (fake_gpu/machine.h): the threads' devices, the entry points, and the file calls.
 //
-// Compiled three times: complete; FAKE_HIP_BARE, without all that a runtime may lack; FAKE_HIP_OLD, without a function
+// Compiled three times: complete; FAKE_GPU_BARE, without all that a runtime may lack; FAKE_GPU_OLD, without a function
 // that every runtime must have. Beside fake_gpu.h's variables the environment may plan:
 //   FAKE_HIP_FILE_PLANS=RESULT:STATUS:ERRNO:BYTES,...   how the first file calls end, in order
 //   FAKE_HIP_RECORDS=FILE   a line for each file call: name, descriptor's file, bytes, offset, copied, result, status
@@ -74,12 +74,11 @@ api::Code fake_gpu::readiness(Machine& m) {
 
 namespace {
 
-// What the file calls are to do and did, and how memory was pinned; the machine's mutex guards it.
+// What the file calls are to do and did; the machine's mutex guards it.
 struct Files {
   std::deque<FakeHipFilePlan> plans;
   std::vector<FakeHipFileCall> calls;
   std::string records;
-  unsigned pin_flags = 0;
 
   Files() {
     for (const std::string& plan : fake_gpu::split(fake_gpu::machine().variable("FILE_PLANS"), ',')) {
@@ -101,7 +100,7 @@ Files& files() {
   return *instance;
 }
 
-#ifndef FAKE_HIP_BARE
+#ifndef FAKE_GPU_BARE
 void record(const FakeHipFileCall& call) {
   Files& f = files();
   f.calls.push_back(call);
@@ -215,12 +214,7 @@ int reset(const FakeGpuSetup* setup) {
   }
   return fake_gpu::machine().reset(*setup);
 }
-void fail(const char* symbol, int n, int code, int times) { fake_gpu::machine().fail(symbol, n, code, times); }
-int calls(const char* symbol) { return fake_gpu::machine().calls(symbol); }
 void read_state(FakeGpuState* state) { *state = fake_gpu::machine().state(); }
-void hold(bool held) { fake_gpu::machine().hold(held); }
-int capture_mode() { return fake_gpu::capture_mode; }
-void share_queues() { fake_gpu::machine().share_queues(); }
 
 void plan_file_call(const FakeHipFilePlan* plan) {
   const std::scoped_lock lock(fake_gpu::machine().mutex);
@@ -236,10 +230,11 @@ int read_file_calls(FakeHipFileCall* records, int room) {
 
 unsigned last_pin_flags() {
   const std::scoped_lock lock(fake_gpu::machine().mutex);
-  return files().pin_flags;
+  return fake_gpu::machine().pin_flags;
 }
 
-constexpr FakeHipControl kControl{{reset, fail, calls, read_state, hold, share_queues, read_current, capture_mode},
+constexpr FakeHipControl kControl{{reset, fake_gpu::plan_failure, fake_gpu::count_calls, read_state, fake_gpu::hold,
+                                   fake_gpu::share_queues, read_current, fake_gpu::read_capture_mode},
                                   plan_file_call,
                                   read_file_calls,
                                   last_pin_flags};
@@ -254,6 +249,8 @@ api::Code give(int* out, int value) {
 extern "C" {
 
 const FakeHipControl* fake_hip_control() { return &kControl; }
+
+#include "fake_gpu/functions.h"
 
 api::Code hipInit(unsigned /*flags*/) {
   ENTER("hipInit");
@@ -273,10 +270,7 @@ api::Code hipGetDeviceCount(int* count) {
   return m.setup.devices == 0 ? api::kNoDevice : api::kSuccess;
 }
 
-CALL(hipDeviceGetName, (char* name, int bytes, int device), m.device_name(name, bytes, device))
 CALL(hipDeviceGetUuid, (HipUuid * uuid, int device), give_uuid(uuid, m.physical(device)))
-CALL(hipDeviceGetPCIBusId, (char* text, int bytes, int device), m.pci_address(text, bytes, device))
-CALL(hipDeviceTotalMem, (std::size_t * bytes, int /*device*/), m.total_memory(bytes))
 CALL(hipDeviceGetAttribute, (int* value, int attribute, int /*device*/),
      attribute == kHipAttributeVirtualMemory ? give(value, m.setup.virtual_memory ? 1 : 0) : api::kInvalidValue)
 CALL(hipGetDevice, (int* device), give(device, current_device))
@@ -288,34 +282,6 @@ api::Code hipSetDevice(int device) {
   return api::kSuccess;
 }
 
-ON_DEVICE(hipMemGetInfo, (std::size_t * free_bytes, std::size_t* total), m.memory_info(free_bytes, total))
-ON_DEVICE(hipMalloc, (void** address, std::size_t bytes), m.allocate(address, bytes))
-ON_DEVICE(hipFree, (void* address), m.free(lock, number(address)))
-
-#ifndef FAKE_HIP_OLD
-api::Code hipHostRegister(void* address, std::size_t bytes, unsigned flags) {
-  ENTER_ON_DEVICE("hipHostRegister");
-  const api::Code code = m.pin(address, bytes);
-  if (code == api::kSuccess) files().pin_flags = flags;
-  return code;
-}
-#endif
-ON_DEVICE(hipHostUnregister, (void* address), m.unpin(lock, address))
-
-ON_DEVICE(hipMemcpyHtoDAsync, (void* destination, const void* source, std::size_t bytes, api::Stream stream),
-          m.copy_in(number(destination), source, bytes, stream))
-ON_DEVICE(hipMemcpyDtoHAsync, (void* destination, void* source, std::size_t bytes, api::Stream stream),
-          m.copy_out(destination, number(source), bytes, stream))
-ON_DEVICE(hipMemcpyDtoDAsync, (void* destination, void* source, std::size_t bytes, api::Stream stream),
-          m.copy_within(number(destination), number(source), bytes, stream))
-ON_DEVICE(hipMemsetD8Async, (void* destination, unsigned char value, std::size_t bytes, api::Stream stream),
-          m.fill(number(destination), value, bytes, stream))
-
-ON_DEVICE(hipStreamCreateWithFlags, (api::Stream * stream, unsigned flags), m.create_stream(lock, stream, flags))
-CALL(hipStreamDestroy, (api::Stream stream), m.destroy_stream(lock, stream))
-
-ON_DEVICE(hipDeviceSynchronize, (), m.synchronize(lock))
-
 api::Code hipStreamSynchronize(api::Stream stream) {
   fake_gpu::Machine& m = fake_gpu::machine();
   std::unique_lock lock(m.mutex);
@@ -323,14 +289,7 @@ api::Code hipStreamSynchronize(api::Stream stream) {
   return initialised ? m.synchronize_stream(lock, stream, planned) : api::kNotInitialized;
 }
 
-ON_DEVICE(hipEventCreateWithFlags, (api::Event * event, unsigned flags), m.create_event(event, flags))
-CALL(hipEventDestroy, (api::Event event), m.destroy_event(event))
-ON_DEVICE(hipEventRecord, (api::Event event, api::Stream stream), m.record(event, stream))
-ON_DEVICE(hipEventQuery, (api::Event event), m.query(event))
-
-#ifndef FAKE_HIP_BARE
-ON_DEVICE(hipLaunchHostFunc, (api::Stream stream, void (*function)(void*), void* argument),
-          m.call_host(stream, function, argument))
+#ifndef FAKE_GPU_BARE
 ON_DEVICE(hipStreamWaitValue32,
           (api::Stream stream, void* cell, std::uint32_t value, unsigned flags, std::uint32_t mask),
           m.setup.stream_waits&& mask == kHipWholeValue ? m.wait_for_value(stream, number(cell), value, flags)
@@ -342,10 +301,6 @@ api::Code hipStreamGetDevice(api::Stream handle, int* device) {
   return stream == nullptr ? api::kInvalidHandle : give(device, stream->device);
 }
 
-CALL(hipThreadExchangeStreamCaptureMode, (int* mode), fake_gpu::Machine::exchange_capture_mode(mode))
-CALL(hipStreamIsCapturing, (api::Stream /*stream*/, int* capturing), m.is_capturing(capturing))
-ON_DEVICE(hipHostGetDevicePointer, (void** seen, void* address, unsigned flags),
-          m.address_of_pinned(seen, address, flags))
 CALL(hipRuntimeGetVersion, (int* version), give(version, m.setup.version))
 
 api::Code hipGetProcAddress(const char* symbol, void** address, int version, std::uint64_t flags, int* status) {
@@ -377,41 +332,14 @@ api::Code hipPointerGetAttributes(HipPointerAttributes* attributes, const void* 
   return attributes->device < 0 ? api::kInvalidValue : api::kSuccess;
 }
 
-CALL(hipDeviceCanAccessPeer, (int* value, int a, int b), m.can_access_peer(value, a, b))
 ON_DEVICE(hipDeviceEnablePeerAccess, (int /*peer*/, unsigned /*flags*/), api::kSuccess)
 ON_DEVICE(hipMemcpyPeerAsync,
           (void* destination, int peer, const void* source, int device, std::size_t bytes, api::Stream stream),
           device == current_device && peer != device ? m.copy_within(number(destination), number(source), bytes, stream)
                                                      : api::kInvalidDevice)
 
-ON_DEVICE(hipMemGetAddressRange, (void** start, std::size_t* bytes, void* address),
-          m.address_range(start, bytes, number(address)))
-ON_DEVICE(hipIpcGetMemHandle, (api::IpcHandle * handle, void* address), m.ipc_handle(handle, number(address)))
-ON_DEVICE(hipIpcOpenMemHandle, (void** address, api::IpcHandle handle, unsigned flags),
-          flags == api::kIpcLazyPeerAccess ? m.ipc_open(address, handle) : api::kInvalidValue)
-ON_DEVICE(hipIpcCloseMemHandle, (void* address), m.ipc_close(number(address)))
-CALL(hipMemRetainAllocationHandle, (HipMemoryHandle * handle, void* address), m.retain(handle, number(address)))
-CALL(hipMemGetAllocationGranularity, (std::size_t * bytes, const api::AllocationProperties* properties, int /*option*/),
-     m.granularity(bytes, *properties))
-CALL(hipMemAddressReserve,
-     (void** address, std::size_t bytes, std::size_t /*alignment*/, void* /*where*/, unsigned long long /*flags*/),
-     m.reserve(address, bytes))
-CALL(hipMemAddressFree, (void* address, std::size_t bytes), m.unreserve(number(address), bytes))
-CALL(hipMemCreate,
-     (HipMemoryHandle * handle, std::size_t bytes, const api::AllocationProperties* properties,
-      unsigned long long /*flags*/),
-     m.create(handle, bytes, *properties))
-CALL(hipMemRelease, (HipMemoryHandle handle), m.release(number(handle)))
-CALL(hipMemMap,
-     (void* address, std::size_t bytes, std::size_t offset, HipMemoryHandle handle, unsigned long long /*flags*/),
-     m.map(number(address), bytes, offset, number(handle)))
-CALL(hipMemUnmap, (void* address, std::size_t bytes), m.unmap(number(address), bytes))
-CALL(hipMemSetAccess, (void* address, std::size_t bytes, const api::Access* access, std::size_t count),
-     m.set_access(number(address), bytes, access, count))
-CALL(hipMemExportToShareableHandle, (void* out, HipMemoryHandle handle, int type, unsigned long long /*flags*/),
-     m.export_memory(out, number(handle), type))
 // Before ROCm 7.1 the descriptor is passed by its address.
-CALL(hipMemImportFromShareableHandle, (HipMemoryHandle * handle, void* descriptor, int type),
+CALL(hipMemImportFromShareableHandle, (Handle * handle, void* descriptor, int type),
      m.import_memory(handle,
                      m.setup.version < 70'100'000 ? *static_cast<int*>(descriptor)
                                                   : static_cast<int>(reinterpret_cast<std::intptr_t>(descriptor)),

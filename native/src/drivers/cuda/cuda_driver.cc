@@ -146,8 +146,6 @@ class CudaDevice final : public gpu::GpuDevice {
     close();
     library_.primary_context_release(ordinal_);
   }
-  CudaDevice(const CudaDevice&) = delete;
-  CudaDevice& operator=(const CudaDevice&) = delete;
 
   // The thread's stack of contexts remembers what was current.
   Result<bool> make_current(std::uint64_t* /*before*/) override {

@@ -21,8 +21,6 @@ class ImportedMemory final : public ImportedRange {
         range_(std::move(range)),
         writable_(writable) {}
   ~ImportedMemory() override { device_->unmap_when_idle(std::move(range_)); }
-  ImportedMemory(const ImportedMemory&) = delete;
-  ImportedMemory& operator=(const ImportedMemory&) = delete;
 
  private:
   Status map(const ExportedMemory& piece) override {
@@ -67,8 +65,6 @@ class IpcMemory final : public ForeignMapping {
     const Current current(*device_);
     device_->functions().ipc_close(base_);
   }
-  IpcMemory(const IpcMemory&) = delete;
-  IpcMemory& operator=(const IpcMemory&) = delete;
 
  private:
   const std::shared_ptr<GpuDevice> device_;

@@ -250,8 +250,6 @@ class SynchronousWork {
  public:
   explicit SynchronousWork(GpuDevice& device);
   ~SynchronousWork();
-  SynchronousWork(const SynchronousWork&) = delete;
-  SynchronousWork& operator=(const SynchronousWork&) = delete;
   [[nodiscard]] const Status& status() const { return status_; }
   [[nodiscard]] api::Stream get() const { return stream_; }
   Status finish();

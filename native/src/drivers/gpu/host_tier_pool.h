@@ -54,8 +54,6 @@ class HostTierPool {
 
   explicit HostTierPool(Source source) : source_(std::move(source)) {}
   ~HostTierPool() { close(); }
-  HostTierPool(const HostTierPool&) = delete;
-  HostTierPool& operator=(const HostTierPool&) = delete;
 
   // Starts to make pieces.
   Status start() { return worker_.start(); }

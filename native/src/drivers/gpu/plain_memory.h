@@ -15,8 +15,6 @@ class PlainRange final : public AddressRange {
  public:
   static Result<std::shared_ptr<PlainRange>> allocate(std::shared_ptr<GpuDevice> device, std::uint64_t bytes);
   ~PlainRange() override;
-  PlainRange(const PlainRange&) = delete;
-  PlainRange& operator=(const PlainRange&) = delete;
 
  private:
   PlainRange(std::shared_ptr<GpuDevice> device, DeviceAddress base, std::uint64_t bytes)

@@ -30,8 +30,6 @@ class SpareMemory {
   explicit SpareMemory(Release release) : release_(std::move(release)) {}
   // Releases everything.
   ~SpareMemory() { close(); }
-  SpareMemory(const SpareMemory&) = delete;
-  SpareMemory& operator=(const SpareMemory&) = delete;
 
   // How long pieces are kept, 0 for not at all. Before the first keep().
   void set_keep_time(std::chrono::milliseconds time) { keep_time_ = time; }

@@ -108,8 +108,6 @@ struct Functions {
 class VendorLibrary {
  public:
   virtual ~VendorLibrary() = default;
-  VendorLibrary(const VendorLibrary&) = delete;
-  VendorLibrary& operator=(const VendorLibrary&) = delete;
 
   [[nodiscard]] const Functions& functions() const { return functions_; }
   [[nodiscard]] bool has_virtual_memory() const { return has_virtual_memory_; }
@@ -125,7 +123,6 @@ class VendorLibrary {
 
  protected:
   enum class Vendor { kCuda, kHip };
-  VendorLibrary() = default;
   // Fills the table. Returns the symbol of a required function that the library lacks, or null.
   const char* resolve(void* handle, Vendor vendor);
 

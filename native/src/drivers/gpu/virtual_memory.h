@@ -44,8 +44,6 @@ class PhysicalMemory {
   static Result<std::shared_ptr<PhysicalMemory>> adopt(std::shared_ptr<GpuDevice> device,
                                                        MemoryKeeper::KeptPiece piece);
   ~PhysicalMemory();
-  PhysicalMemory(const PhysicalMemory&) = delete;
-  PhysicalMemory& operator=(const PhysicalMemory&) = delete;
   [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
   [[nodiscard]] PhysicalHandle handle() const { return handle_; }
   // Whether it was zeros when it was created; create() tries that if the caller wants it.
@@ -85,8 +83,6 @@ class MappedRange final : public AddressRange {
   static Result<std::shared_ptr<MappedRange>> reserve(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
                                                       bool reuses = false);
   ~MappedRange() override;
-  MappedRange(const MappedRange&) = delete;
-  MappedRange& operator=(const MappedRange&) = delete;
 
   // Maps a piece at `offset`. *accessible: whether it can be used before allow(), since the pool has left it there.
   Status show(std::uint64_t offset, std::shared_ptr<PhysicalMemory> physical, bool* accessible = nullptr);

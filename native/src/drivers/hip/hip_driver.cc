@@ -92,8 +92,6 @@ class HipDevice final : public gpu::GpuDevice {
     return std::shared_ptr<GpuDevice>(std::move(opened));
   }
   ~HipDevice() override { close(); }
-  HipDevice(const HipDevice&) = delete;
-  HipDevice& operator=(const HipDevice&) = delete;
 
   // HIP has a current device for each thread, but no stack of them as CUDA has of contexts.
   Result<bool> make_current(std::uint64_t* before) override {

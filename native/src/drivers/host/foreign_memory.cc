@@ -24,8 +24,6 @@ class HostImport final : public ImportedRange {
   HostImport(DeviceAddress base, std::uint64_t capacity, ImportAccess access)
       : ImportedRange(base, capacity), access_(access) {}
   ~HostImport() override { ::munmap(reinterpret_cast<void*>(base()), capacity()); }
-  HostImport(const HostImport&) = delete;
-  HostImport& operator=(const HostImport&) = delete;
 
  private:
   Status map(const ExportedMemory& piece) override {
@@ -74,8 +72,6 @@ class SharedFile final : public ForeignMapping {
     ::munmap(reinterpret_cast<void*>(mapped_), mapped_bytes_);
     limit_->release(mapped_bytes_);
   }
-  SharedFile(const SharedFile&) = delete;
-  SharedFile& operator=(const SharedFile&) = delete;
 
   // A file that is large enough again has lost what was cut off, but shows it as its owner sees it.
   [[nodiscard]] bool intact() override {

@@ -66,12 +66,12 @@ Result<MemoryInfo> HostDevice::memory(Wait /*wait*/) {
 }
 
 Result<std::unique_ptr<DeviceMemory>> HostDevice::create_memory() {
-  return HostMemory::create(limit_, shared_files_, keeper());
+  return HostMemory::create({limit_, shared_files_, keeper()});
 }
 
 Result<std::unique_ptr<DeviceMemory>> HostDevice::restore_memory(std::uint64_t number,
                                                                  std::span<const Extent> populated) {
-  return HostMemory::restore(limit_, shared_files_, keeper(), number, populated);
+  return HostMemory::restore({limit_, shared_files_, keeper()}, number, populated);
 }
 
 Result<std::unique_ptr<ForeignMapping>> HostDevice::map_foreign(const ForeignMemory& memory) {

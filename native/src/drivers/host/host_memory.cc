@@ -39,23 +39,12 @@ int punch(int fd, std::uint64_t offset, std::uint64_t bytes) {
 
 }  // namespace
 
-HostFile::HostFile(UniqueFd fd, std::shared_ptr<Ledger> limit, std::shared_ptr<SharedHostFiles> shared,
-                   std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number, std::uint64_t key)
-    : keeper_(std::move(keeper)),
-      number_(number),
-      fd_(std::move(fd)),
-      limit_(std::move(limit)),
-      all_shared_(std::move(shared)),
-      key_(key) {}
-
 HostFile::~HostFile() {
-  if (number_ != 0) keeper_->drop(key_);
-  limit_->release(own_.size() * kHostGranule);
+  if (number_ != 0) owners_.keeper->drop(key_);
+  owners_.limit->release(own_.size() * kHostGranule);
 }
 
-Result<std::shared_ptr<HostFile>> HostFile::create(std::shared_ptr<Ledger> limit,
-                                                   std::shared_ptr<SharedHostFiles> shared,
-                                                   std::shared_ptr<MemoryKeeper> keeper) {
+Result<std::shared_ptr<HostFile>> HostFile::create(HostOwners owners) {
   UniqueFd fd(::memfd_create("gpufs-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd.valid()) return Status::from_errno(errno, "creating a memfd");
   // Other programs get descriptors of it (export_memory()). They must not be able to open a read-only one for writing,
@@ -66,37 +55,34 @@ Result<std::shared_ptr<HostFile>> HostFile::create(std::shared_ptr<Ledger> limit
   }
   std::uint64_t number = 0;
   std::uint64_t key = 0;
-  if (keeper != nullptr) {
-    number = keeper->new_memory();
-    key = keeper->hold(number, 0, 0, fd.get());
+  if (owners.keeper != nullptr) {
+    number = owners.keeper->new_memory();
+    key = owners.keeper->hold(number, 0, 0, fd.get());
   }
-  return std::shared_ptr<HostFile>(
-      new HostFile(std::move(fd), std::move(limit), std::move(shared), std::move(keeper), number, key));
+  return std::shared_ptr<HostFile>(new HostFile(std::move(fd), std::move(owners), number, key));
 }
 
-Result<std::shared_ptr<HostFile>> HostFile::restore(std::shared_ptr<Ledger> limit,
-                                                    std::shared_ptr<SharedHostFiles> shared,
-                                                    std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
+Result<std::shared_ptr<HostFile>> HostFile::restore(HostOwners owners, std::uint64_t number,
                                                     std::span<const Extent> populated) {
-  std::vector<MemoryKeeper::KeptPiece> kept = keeper->take(number);
+  std::vector<MemoryKeeper::KeptPiece> kept = owners.keeper->take(number);
   if (kept.empty()) return Status(ENOENT, "memory " + std::to_string(number) + " was not kept");
   std::ranges::sort(kept, std::ranges::greater(),
                     &MemoryKeeper::KeptPiece::bytes);  // share() may have been interrupted
-  for (std::size_t i = 1; i < kept.size(); ++i) keeper->drop(kept[i].key);
-  const std::shared_ptr<HostFile> file(new HostFile(std::move(kept.front().descriptor), std::move(limit),
-                                                    std::move(shared), std::move(keeper), number, kept.front().key));
+  for (std::size_t i = 1; i < kept.size(); ++i) owners.keeper->drop(kept[i].key);
+  const std::shared_ptr<HostFile> file(
+      new HostFile(std::move(kept.front().descriptor), std::move(owners), number, kept.front().key));
   struct stat found = {};
   if (::fstat(file->fd(), &found) != 0) return Status::from_errno(errno, "looking at a memfd");
   if (!populated.empty() && populated.back().end() > static_cast<std::uint64_t>(found.st_size)) {
     return Status(EPROTO, "memory " + std::to_string(number) + " is smaller than the file in it");
   }
   for (const auto& [offset, bytes] : populated) {
-    file->limit_->add(bytes);  // the memory is there already
+    file->owners_.limit->add(bytes);  // the memory is there already
     for (std::uint64_t granule = offset; granule < offset + bytes; granule += kHostGranule) file->own_.insert(granule);
   }
   if (kept.front().bytes == kShared) {  // other programs may have it still
     file->shared_ = true;
-    file->all_shared_->add(file);
+    file->owners_.shared->add(file);
   }
   file->release_foreign();  // and what the last process had allocated, or was releasing
   return file;
@@ -104,7 +90,7 @@ Result<std::shared_ptr<HostFile>> HostFile::restore(std::shared_ptr<Ledger> limi
 
 Status HostFile::allocate(std::uint64_t offset, std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (!limit_->take(bytes)) {
+  if (!owners_.limit->take(bytes)) {
     return Status(ENOSPC, "No space left on device for " + std::to_string(bytes) + " bytes more");
   }
   int error = shared_ ? punch(fd(), offset, bytes) : 0;
@@ -112,7 +98,7 @@ Status HostFile::allocate(std::uint64_t offset, std::uint64_t bytes) {
     error = retrying_fallocate(fd(), 0, offset + done, std::min(kAllocateStep, bytes - done));
   }
   if (error != 0) {
-    limit_->release(bytes);
+    owners_.limit->release(bytes);
     const int undone = punch(fd(), offset, bytes);
     if (undone != 0) log_error("releasing memory after a failure: errno ", undone);
     // The machine has less than the limit promised, or a limit of the process (RLIMIT_FSIZE) is lower: to a file's
@@ -128,7 +114,7 @@ int HostFile::release(std::uint64_t offset, std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   const int error = punch(fd(), offset, bytes);
   own_.erase(own_.lower_bound(offset), own_.lower_bound(offset + bytes));
-  limit_->release(bytes);
+  owners_.limit->release(bytes);
   return error;
 }
 
@@ -137,11 +123,11 @@ void HostFile::share() {
     const std::lock_guard lock(mutex_);
     if (std::exchange(shared_, true)) return;
     if (number_ != 0) {  // the next process must know
-      const std::uint64_t fresh = keeper_->hold(number_, 0, kShared, fd());
-      keeper_->drop(std::exchange(key_, fresh));
+      const std::uint64_t fresh = owners_.keeper->hold(number_, 0, kShared, fd());
+      owners_.keeper->drop(std::exchange(key_, fresh));
     }
   }
-  all_shared_->add(weak_from_this());
+  owners_.shared->add(weak_from_this());
 }
 
 void HostFile::release_foreign() {
@@ -210,27 +196,12 @@ class HostMemory::Range : public AddressRange {
   Range(std::shared_ptr<HostFile> file, DeviceAddress base, std::uint64_t bytes)
       : AddressRange(base, bytes), file_(std::move(file)) {}
   ~Range() override { ::munmap(reinterpret_cast<void*>(base()), bytes()); }
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
 
  private:
   const std::shared_ptr<HostFile> file_;
 };
 
-Result<std::unique_ptr<DeviceMemory>> HostMemory::create(std::shared_ptr<Ledger> limit,
-                                                         std::shared_ptr<SharedHostFiles> shared,
-                                                         std::shared_ptr<MemoryKeeper> keeper) {
-  Result<std::shared_ptr<HostFile>> file = HostFile::create(std::move(limit), std::move(shared), std::move(keeper));
-  if (!file.ok()) return file.status();
-  return std::unique_ptr<DeviceMemory>(new HostMemory(file.take()));
-}
-
-Result<std::unique_ptr<DeviceMemory>> HostMemory::restore(std::shared_ptr<Ledger> limit,
-                                                          std::shared_ptr<SharedHostFiles> shared,
-                                                          std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
-                                                          std::span<const Extent> populated) {
-  Result<std::shared_ptr<HostFile>> file =
-      HostFile::restore(std::move(limit), std::move(shared), std::move(keeper), number, populated);
+Result<std::unique_ptr<DeviceMemory>> HostMemory::show(Result<std::shared_ptr<HostFile>> file) {
   if (!file.ok()) return file.status();
   return std::unique_ptr<DeviceMemory>(new HostMemory(file.take()));
 }

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <set>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -23,6 +24,13 @@ inline constexpr std::uint64_t kHostGranule = std::uint64_t{2} << 20;
 
 class SharedHostFiles;
 
+// What the memory of a device belongs to.
+struct HostOwners {
+  std::shared_ptr<Ledger> limit;
+  std::shared_ptr<SharedHostFiles> shared;
+  std::shared_ptr<MemoryKeeper> keeper;  // null if nobody keeps the memfds
+};
+
 // A memfd with the memory of one buffer. Shared by the buffer's memory and the ranges that show it; its charge lasts as
 // long. Thread-safe, as far as it says so.
 //
@@ -32,18 +40,11 @@ class SharedHostFiles;
 // growth starts from zeros.
 class HostFile : public std::enable_shared_from_this<HostFile> {
  public:
-  // keeper: null if nobody keeps the memfd.
-  static Result<std::shared_ptr<HostFile>> create(std::shared_ptr<Ledger> limit,
-                                                  std::shared_ptr<SharedHostFiles> shared,
-                                                  std::shared_ptr<MemoryKeeper> keeper);
+  static Result<std::shared_ptr<HostFile>> create(HostOwners owners);
   // The one that the last process kept under this number, with these granules. ENOENT: there is none.
-  static Result<std::shared_ptr<HostFile>> restore(std::shared_ptr<Ledger> limit,
-                                                   std::shared_ptr<SharedHostFiles> shared,
-                                                   std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
+  static Result<std::shared_ptr<HostFile>> restore(HostOwners owners, std::uint64_t number,
                                                    std::span<const Extent> populated);
   ~HostFile();
-  HostFile(const HostFile&) = delete;
-  HostFile& operator=(const HostFile&) = delete;
 
   [[nodiscard]] int fd() const { return fd_.get(); }
   [[nodiscard]] std::uint64_t number() const { return number_; }  // see DeviceMemory
@@ -58,14 +59,12 @@ class HostFile : public std::enable_shared_from_this<HostFile> {
   void release_foreign();
 
  private:
-  HostFile(UniqueFd fd, std::shared_ptr<Ledger> limit, std::shared_ptr<SharedHostFiles> shared,
-           std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number, std::uint64_t key);
+  HostFile(UniqueFd fd, HostOwners owners, std::uint64_t number, std::uint64_t key)
+      : owners_(std::move(owners)), number_(number), fd_(std::move(fd)), key_(key) {}
 
-  const std::shared_ptr<MemoryKeeper> keeper_;
+  const HostOwners owners_;
   const std::uint64_t number_;  // 0: not kept
   const UniqueFd fd_;
-  const std::shared_ptr<Ledger> limit_;
-  const std::shared_ptr<SharedHostFiles> all_shared_;
 
   std::mutex mutex_;  // guards all below; held over changes of the file's memory
   bool shared_ = false;
@@ -86,14 +85,14 @@ class SharedHostFiles {
 
 class HostMemory : public DeviceMemory {
  public:
-  static Result<std::unique_ptr<DeviceMemory>> create(std::shared_ptr<Ledger> limit,
-                                                      std::shared_ptr<SharedHostFiles> shared,
-                                                      std::shared_ptr<MemoryKeeper> keeper);
+  static Result<std::unique_ptr<DeviceMemory>> create(HostOwners owners) {
+    return show(HostFile::create(std::move(owners)));
+  }
   // Of the last process: see Device::restore_memory().
-  static Result<std::unique_ptr<DeviceMemory>> restore(std::shared_ptr<Ledger> limit,
-                                                       std::shared_ptr<SharedHostFiles> shared,
-                                                       std::shared_ptr<MemoryKeeper> keeper, std::uint64_t number,
-                                                       std::span<const Extent> populated);
+  static Result<std::unique_ptr<DeviceMemory>> restore(HostOwners owners, std::uint64_t number,
+                                                       std::span<const Extent> populated) {
+    return show(HostFile::restore(std::move(owners), number, populated));
+  }
 
   using DeviceMemory::reserve;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const Extent> populated) override;
@@ -110,6 +109,7 @@ class HostMemory : public DeviceMemory {
   class Range;
 
   explicit HostMemory(std::shared_ptr<HostFile> file) : file_(std::move(file)) {}
+  static Result<std::unique_ptr<DeviceMemory>> show(Result<std::shared_ptr<HostFile>> file);
 
   Status populate_one(const Extent& span);
   void release_one(const Extent& span);
