@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from typing import IO, Any, Final, NoReturn
@@ -81,7 +82,7 @@ def _hidden(mountpoint: str) -> str | None:
 
 def run_in_foreground(request: MountRequest) -> NoReturn:
     """Replace this process by the daemon."""
-    with open(os.memfd_create("gpufs-request"), "w+b") as file:  # unlike a pipe it takes any length
+    with tempfile.TemporaryFile() as file:  # unlike a pipe it takes any length
         file.write(request.encode())
         file.seek(0)
         os.dup2(file.fileno(), 0)
@@ -105,7 +106,7 @@ def launch(
     if is_journal(2):  # mount(8) run by systemd, for a line of /etc/fstab
         passed["--log-fd"] = os.dup(2)
     try:
-        with open(os.memfd_create("gpufs-errors"), "w+b") as errors:
+        with tempfile.TemporaryFile() as errors:
             try:
                 process = subprocess.Popen(
                     [*DAEMON, *(word for name, fd in passed.items() for word in (name, str(fd))), request.mountpoint],

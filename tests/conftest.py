@@ -17,10 +17,12 @@ from typing import Any
 
 import hypothesis
 import pytest
+from support import fake_gpu
 from support.cli import mountpoint, open_directory  # noqa: F401 - fixtures
-from support.data import directory, remove_tree
+from support.data import MIB, directory, remove_tree
+from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter, Session, SharedMount, default_memory
-from support.processes import session_processes, wait_until
+from support.processes import NOBODY, session_processes, wait_until
 from support.watchdog import mounted_at
 
 SESSION = pytest.StashKey[Session]()
@@ -120,6 +122,20 @@ def driver(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def on_cuda(driver: str) -> None:
+    """For tests of a real GPU."""
+    if driver != "cuda":
+        pytest.skip("needs --driver cuda")
+
+
+@pytest.fixture
+def on_host_memory(driver: str) -> None:
+    """For tests that read attached memory with the CPU."""
+    if driver != "host":
+        pytest.skip("reads attached memory with the CPU")
+
+
+@pytest.fixture
 def mount(session: Session, driver: str, pytestconfig: pytest.Config) -> Iterator[Mounter]:
     """Creates mounts for one test: mount("--option", memory=..., ...) -> GpufsMount. All end with the test."""
     made: list[GpufsMount] = []
@@ -132,6 +148,22 @@ def mount(session: Session, driver: str, pytestconfig: pytest.Config) -> Iterato
     yield make
     for one in made:
         one.rescue()
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.slow)])
+def own(request: pytest.FixtureRequest, mount: Mounter, tmp_path: Path) -> Mounter:
+    """own("--option", memory=...): a mount with a directory for nobody, over host memory and over a fake of CUDA."""
+
+    def make(*words: str, memory: int = 128 * MIB, devices: int = 1) -> GpufsMount:
+        environment = fake_gpu.environment(tmp_path, devices=devices) if request.param == "cuda" else {}
+        options = {"driver": request.param, "memory": memory, "devices": devices, "environment": environment}
+        made = mount(*words, allow_other=True, **options)
+        folder = made.device / "nobodys"
+        folder.mkdir()
+        os.chown(folder, NOBODY, NOBODY)
+        return made
+
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -165,6 +197,13 @@ def _no_garbage() -> Iterator[None]:
     """The tracebacks of failures that tests expected keep arrays, whose leases the next file's tests would see."""
     yield
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[HangingMount]:
+    """A server whose file takes minutes to read."""
+    with HangingMount(operations=(), good=1 << 30, delay=0.005) as server:
+        yield server
 
 
 _numbers = itertools.count()

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,6 @@ from gpufs.client import Cancellation, Copier, CopyError, CopyProgress
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a slow server")
 BIG = 3 * MIB + 5
-
-
-@pytest.fixture(scope="module")
-def slow() -> Iterator[HangingMount]:
-    """A server whose file takes minutes to read."""
-    with HangingMount(operations=(), good=1 << 30, delay=0.005) as server:
-        yield server
 
 
 def cp(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:

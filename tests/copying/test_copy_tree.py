@@ -7,11 +7,11 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.data import MIB, noise
+from support.data import MIB, contents, noise
 from support.hanging import HangingMount
 from support.hosts import script
 from support.mounting import GPUFS, Mounter
@@ -22,10 +22,6 @@ import gpufs
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a slow server")
 BIG = 3 * MIB + 5
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -133,13 +129,6 @@ def test_a_directory_of_another_machine(
     (programs / "ssh").write_text("#!/bin/sh\nexit 255\n")
     with pytest.raises(gpufs.CopyError):
         gpufs.copy_tree(f"node2:{tree}", root / "fourth")
-
-
-@pytest.fixture(scope="module")
-def slow() -> Iterator[HangingMount]:
-    """A server whose file takes minutes to read."""
-    with HangingMount(operations=(), good=1 << 30, delay=0.005) as server:
-        yield server
 
 
 def copies(source: Path, target: Path) -> list[Callable[..., object]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import gpufs, gpufs_here, mountpoint, open_directory, user_gpufs  # noqa: F401
+from support.cli import fails, fails_here, gpufs, gpufs_here, mountpoint, open_directory, user_gpufs  # noqa: F401
 from support.data import KIB, MIB, noise
 from support.mounting import GPUFS, GpufsMount
 from support.processes import NOBODY, PATIENCE, as_nobody, plain_user, run, wait_until
@@ -37,21 +37,6 @@ ACCESS_LIST = bytes.fromhex(
 DEFAULT_LIST = bytes.fromhex(
     "02000000 01000700ffffffff 02000700feff0000 04000500ffffffff 10000700ffffffff 20000500ffffffff"
 )
-
-
-def fails(code: int, *words: object, **options: object) -> str:
-    """Run a command that must fail with this code; its single line."""
-    return one_line_of(gpufs(*words, check=False, **options), code)
-
-
-def one_line_of(done: subprocess.CompletedProcess[str], code: int) -> str:
-    lines = done.stderr.splitlines()
-    assert (done.returncode, done.stdout, len(lines)) == (code, "", 1), done
-    return lines[0]
-
-
-def fails_here(code: int, *words: object) -> str:
-    return one_line_of(gpufs_here(*words, check=False), code)
 
 
 def make_tree(path: Path) -> None:

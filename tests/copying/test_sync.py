@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import fails, gpufs
-from support.data import KIB, noise
+from support.data import KIB, contents, noise
 
 pytestmark = pytest.mark.driver
 
@@ -18,10 +18,6 @@ def sync(*words: object) -> tuple[int, int, list[str]]:
     """Runs the command; how many files it has copied and skipped, and what it has deleted."""
     summary = json.loads(gpufs("sync", "--json", *words).stdout)
     return summary["files"], summary["skipped"], summary["deleted"]
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*") if each.is_file()}
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 import pytest
-from support.data import MIB, noise
+from support.data import noise
 from support.processes import wait_until
 
 from gpufs import engine
@@ -19,12 +19,6 @@ from gpufs.engine._arrays import device_range
 
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3
 _READ_ONLY, _PADDED = 1, 4
-
-
-@pytest.fixture
-def host() -> Iterator[engine.Engine]:
-    with engine.Engine("host", devices=1, memory_bytes=64 * MIB) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -25,13 +25,6 @@ def counted(opened: engine.Engine) -> dict[str, Any]:
 
 
 @pytest.fixture
-def host() -> Iterator[engine.Engine]:
-    """An engine whose devices' memory programs can give: NumPy's arrays."""
-    with engine.Engine("host", devices=1, memory_bytes=512 * MIB) as opened:
-        yield opened
-
-
-@pytest.fixture
 def opened(driver: str) -> Iterator[engine.Engine]:
     """An engine of the driver under test."""
     with engine.Engine(driver, devices=1, memory_bytes=512 * MIB) as made:

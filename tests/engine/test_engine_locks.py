@@ -19,12 +19,6 @@ from support.processes import run
 from gpufs import engine, statistics
 
 
-@pytest.fixture
-def host() -> Iterator[engine.Engine]:
-    with engine.Engine("host", devices=1, memory_bytes=256 * MIB) as opened:
-        yield opened
-
-
 def gauges(opened: engine.Engine) -> tuple[int, int]:
     found = statistics.parse(opened.statistics_read())["gauges"]
     return found["locked_bytes"], found["locked_ranges"]

@@ -31,12 +31,6 @@ from gpufs import engine
 
 
 @pytest.fixture
-def host() -> Iterator[engine.Engine]:
-    with engine.Engine("host", devices=1, memory_bytes=256 * MIB) as opened:
-        yield opened
-
-
-@pytest.fixture
 def file(host: engine.Engine, tmp_path: Path) -> Iterator[engine.BackingFile]:
     path = tmp_path / "file"
     path.write_bytes(noise(MIB))
@@ -299,8 +293,8 @@ def test_cells_are_checked(host: engine.Engine) -> None:
 def test_devices(host: engine.Engine) -> None:
     (device,) = host.devices
     info, memory = device.info, device.memory()
-    assert (info.index, info.total_bytes, info.granule, info.cpu_addressable) == (0, 256 * MIB, 2 * MIB, True)
-    assert (memory.free_bytes, memory.held_bytes, memory.health) == (256 * MIB, 0, None)
+    assert (info.index, info.total_bytes, info.granule, info.cpu_addressable) == (0, 512 * MIB, 2 * MIB, True)
+    assert (memory.free_bytes, memory.held_bytes, memory.health) == (512 * MIB, 0, None)
 
 
 def test_wrong_engine_options_are_refused() -> None:

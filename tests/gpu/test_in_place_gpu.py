@@ -22,18 +22,12 @@ from support.processes import run
 import gpufs
 import gpufs.torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_cuda"), pytest.mark.alone, pytest.mark.timeout(240)]
 
 torch = pytest.importorskip("torch", reason="these tests use torch on a GPU")
 
 MIB = 1 << 20
 GIB = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def _only_on_a_gpu(driver: str) -> None:
-    if driver != "cuda":
-        pytest.skip("needs --driver cuda")
 
 
 @pytest.fixture

@@ -14,17 +14,12 @@ from support.data import GIB, MIB, assert_same, noise
 from support.hosts import throttled_shell
 from support.mounting import GPUFS, Mounter, Session
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_cuda"), pytest.mark.alone, pytest.mark.timeout(400)]
+
+pytest.importorskip("nixl")
 
 SIZE = 4 * GIB
 BLOCK = 64 * MIB
-
-
-@pytest.fixture(autouse=True)
-def _only_on_a_gpu(driver: str) -> None:
-    if driver != "cuda":
-        pytest.skip("needs --driver cuda")
-    pytest.importorskip("nixl")
 
 
 def gibibytes(seconds: float) -> str:

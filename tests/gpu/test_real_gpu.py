@@ -14,16 +14,10 @@ from support.processes import wait_until
 from gpufs import statistics
 from gpufs.engine import Buffer, Engine, HostLock
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_cuda"), pytest.mark.alone, pytest.mark.timeout(120)]
 
 MIB = 1 << 20
 GIB = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def _only_on_a_gpu(driver: str) -> None:
-    if driver != "cuda":
-        pytest.skip("needs --driver cuda")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from support.surviving import mounted
 
 import gpufs.torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_cuda"), pytest.mark.alone, pytest.mark.timeout(240)]
 
 torch = pytest.importorskip("torch", reason="these tests use torch on a GPU")
 
@@ -30,12 +30,6 @@ PUBLISHER = """
         print(version, flush=True)
         sys.stdin.readline()
 """
-
-
-@pytest.fixture(autouse=True)
-def _only_on_a_gpu(driver: str) -> None:
-    if driver != "cuda":
-        pytest.skip("needs --driver cuda")
 
 
 def captured(compute: Callable[[], None]) -> Callable[[], None]:

@@ -504,19 +504,15 @@ def test_a_chain_from_python(nodes: Nodes, host: Path, tmp_path: Path, monkeypat
     assert [error.errno for error in failure.value.exceptions if isinstance(error, OSError)] == [errno.ENOENT] * 2
 
 
-def test_a_machine_that_passes_nothing_on(root: Path, tmp_path: Path) -> None:
-    """An older gpufs would take the first copy alone, and say nothing of the others."""
-    shell = fake(tmp_path, before="hello.chains = False")
+def test_older_machines(root: Path, tmp_path: Path) -> None:
+    """They would take the first copy of a chain alone, copy all instead of a part, or into a directory."""
     (root / "file").write_bytes(b"x")
-    assert "install the same gpufs on all" in refused(*shell, root / "file", "-t", "a:x", "-t", "b:y")
-
-
-def test_a_machine_that_selects_nothing(root: Path, tmp_path: Path) -> None:
-    """An older gpufs would copy all, or into the directory."""
-    shell = fake(tmp_path, before="hello.selects = False")
-    (root / "file").write_bytes(b"x")
-    for words in (("-T", root / "file", "a:x"), ("-r", "--exclude", "x", "a:x", root)):
-        assert "install the same gpufs on all" in refused(*shell, *words)
+    for before, words in [
+        ("hello.chains = False", (root / "file", "-t", "a:x", "-t", "b:y")),
+        ("hello.selects = False", ("-T", root / "file", "a:x")),
+        ("hello.selects = False", ("-r", "--exclude", "x", "a:x", root)),
+    ]:
+        assert "install the same gpufs on all" in refused(*fake(tmp_path, before=before), *words)
 
 
 # ---- NIXL ----

@@ -8,7 +8,6 @@ import random
 import socket
 import stat
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,6 @@ from gpufs import protocol
 from gpufs.protocol import Cancel, Copy, Goodbye, Hello
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a slow server and acts as another user")
-
-
-@pytest.fixture(scope="module")
-def slow() -> Iterator[HangingMount]:
-    """A server whose file takes minutes to read."""
-    with HangingMount(operations=(), good=1 << 30, delay=0.01) as server:
-        yield server
 
 
 @pytest.fixture

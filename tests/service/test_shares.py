@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import fake_gpu, linux
+from support import linux
 from support.attaching import Attacker
 from support.bystanders import assert_unharmed
 from support.copying import socket_path
@@ -19,24 +19,7 @@ from support.processes import NOBODY, as_nobody, errno_of, wait_until
 from gpufs import modes, protocol
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")]
-Make = Callable[..., GpufsMount]
 REFUSED = (errno.EDQUOT, errno.ENOSPC)
-
-
-@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.slow)])
-def own(request: pytest.FixtureRequest, mount: Mounter, tmp_path: Path) -> Make:
-    """own(memory, user_memory): a mount with a directory for nobody, over host memory and over a fake of CUDA."""
-
-    def make(memory: int, user_memory: int = 0) -> GpufsMount:
-        environment = fake_gpu.environment(tmp_path) if request.param == "cuda" else {}
-        words = ["--user-memory", str(user_memory)]
-        made = mount(*words, driver=request.param, memory=memory, allow_other=True, environment=environment)
-        folder = made.device / "nobodys"
-        folder.mkdir()
-        os.chown(folder, NOBODY, NOBODY)
-        return made
-
-    return make
 
 
 def write_far_away(folder: Path) -> int:
@@ -57,8 +40,8 @@ def write_far_away(folder: Path) -> int:
 
 
 @pytest.mark.complains
-def test_sparse_files_leave_addresses_to_others(own: Make) -> None:
-    mounted = own(memory=1024 * MIB, user_memory=256 * MIB)
+def test_sparse_files_leave_addresses_to_others(own: Mounter) -> None:
+    mounted = own("--user-memory", "256M", memory=1024 * MIB)
     folder = mounted.device / "nobodys"
 
     def attack(ready: Callable[[], None]) -> None:
@@ -140,9 +123,9 @@ def free_bytes(mount: GpufsMount) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def test_removing_small_files_frees_memory(own: Make) -> None:
+def test_removing_small_files_frees_memory(own: Mounter) -> None:
     """Every other file is removed: half of the memory is free, for files of any size."""
-    mounted = own(memory=16 * MIB)
+    mounted = own("--user-memory", "0", memory=16 * MIB)
     folder, size = mounted.device / "nobodys", 4096
     made = fill_with_small_files(folder, size)
     assert made > 3_000
@@ -158,9 +141,9 @@ def test_removing_small_files_frees_memory(own: Make) -> None:
         assert_same(found, number.to_bytes(8, "little") * (size // 8), f"file {number}")
 
 
-def test_few_small_files_keep_no_memory_from_others(own: Make) -> None:
+def test_few_small_files_keep_no_memory_from_others(own: Mounter) -> None:
     """One small file is kept in each slab, for each size of slots: others still get what the quota leaves."""
-    mounted = own(memory=48 * MIB, user_memory=8 * MIB)
+    mounted = own("--user-memory", "8M", memory=48 * MIB)
     folder = mounted.device / "nobodys"
 
     def attack(ready: Callable[[], None]) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import fake_gpu
 from support.attaching import Attacker, leases
 from support.bystanders import assert_unharmed
 from support.cli import gpufs
@@ -29,24 +28,7 @@ from support.processes import NOBODY, OTHER, as_nobody, errno_of, in_child, wait
 from gpufs import protocol
 
 pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")]
-Make = Callable[..., GpufsMount]
 Ready = Callable[[], None]
-
-
-@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.slow)])
-def own(request: pytest.FixtureRequest, mount: Mounter, tmp_path: Path) -> Make:
-    """own("--option", memory=...): a mount with a directory for nobody, over host memory and over a fake of CUDA."""
-
-    def make(*words: str, memory: int = 128 * MIB, devices: int = 1) -> GpufsMount:
-        environment = fake_gpu.environment(tmp_path, devices=devices) if request.param == "cuda" else {}
-        options = {"driver": request.param, "memory": memory, "devices": devices, "environment": environment}
-        made = mount(*words, allow_other=True, **options)
-        folder = made.device / "nobodys"
-        folder.mkdir()
-        os.chown(folder, NOBODY, NOBODY)
-        return made
-
-    return make
 
 
 def threads_and_descriptors(mounted: GpufsMount) -> tuple[int, int]:
@@ -73,7 +55,7 @@ def touch_until_refused(folder: Path) -> int:
     raise AssertionError
 
 
-def test_closes_that_hang_are_few(own: Make) -> None:
+def test_closes_that_hang_are_few(own: Mounter) -> None:
     mounted = own()
     threads, descriptors = threads_and_descriptors(mounted)
 
@@ -111,7 +93,7 @@ def test_closes_that_hang_are_few(own: Make) -> None:
     wait_until(lambda: threads_and_descriptors(mounted)[1] < descriptors + 10, 10, "the descriptors to be closed")
 
 
-def test_pieces_of_memory_whose_close_hangs(own: Make) -> None:
+def test_pieces_of_memory_whose_close_hangs(own: Mounter) -> None:
     """A file of a server that does not answer comes as a piece of memory: it is refused, and delays no unmount."""
     mounted = own()
     answered = mounted.path.with_name("answered")
@@ -147,7 +129,7 @@ def test_pieces_of_memory_whose_close_hangs(own: Make) -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_forced_unmount_does_not_wait_for_closes_that_hang(own: Make) -> None:
+def test_a_forced_unmount_does_not_wait_for_closes_that_hang(own: Mounter) -> None:
     """The kernel cannot end a thread that waits for the answer of another file system."""
     mounted = own()
     asked = mounted.path.with_name("asked")
@@ -174,7 +156,7 @@ def test_a_forced_unmount_does_not_wait_for_closes_that_hang(own: Make) -> None:
     mounted.daemon.wait(10)
 
 
-def test_requests_without_a_pause(own: Make) -> None:
+def test_requests_without_a_pause(own: Mounter) -> None:
     mounted = own()
     folder, control = mounted.device / "nobodys", mounted.path / ".gpufs"
 
@@ -212,7 +194,7 @@ def test_requests_without_a_pause(own: Make) -> None:
     assert_unharmed(mounted, attack)
 
 
-def test_the_end_of_many_leases(own: Make) -> None:
+def test_the_end_of_many_leases(own: Mounter) -> None:
     mounted = own()
     threads, _ = threads_and_descriptors(mounted)
 
@@ -231,7 +213,7 @@ def test_the_end_of_many_leases(own: Make) -> None:
     assert threads_and_descriptors(mounted)[0] < threads + 30
 
 
-def test_names_of_one_user_leave_space_for_those_of_others(own: Make) -> None:
+def test_names_of_one_user_leave_space_for_those_of_others(own: Mounter) -> None:
     mounted = own("--metadata", "4M")
     folder = mounted.device / "nobodys"
 
@@ -249,7 +231,7 @@ def test_names_of_one_user_leave_space_for_those_of_others(own: Make) -> None:
     wait_until(lambda: as_nobody(lambda: errno_of((folder / "again").touch)) == 0, 10, "space for a name")
 
 
-def test_listings_share_the_names(own: Make) -> None:
+def test_listings_share_the_names(own: Mounter) -> None:
     mounted = own()
     folder = mounted.device / "nobodys"
     for number in range(5000):
@@ -270,7 +252,7 @@ def test_listings_share_the_names(own: Make) -> None:
     assert as_nobody(list_often) < 16 * MIB
 
 
-def test_a_listing_during_changes(own: Make) -> None:
+def test_a_listing_during_changes(own: Mounter) -> None:
     """Every name that stays is listed once, others at most once, and the listing ends."""
     folder = own().device / "nobodys"
     for number in range(1000):
@@ -309,7 +291,7 @@ def private_copies(mounted: GpufsMount, files: list[Path]) -> tuple[list[int], d
 
 
 @pytest.mark.parametrize("own", ["cuda"], indirect=True)
-def test_private_copies_count_on_their_device(own: Make) -> None:
+def test_private_copies_count_on_their_device(own: Mounter) -> None:
     mounted = own("--user-memory", "4M", memory=16 * MIB, devices=3)
     files = [mounted.path / f"gpu{device}/file" for device in range(3)]
     for path in files:
@@ -325,7 +307,7 @@ def test_private_copies_count_on_their_device(own: Make) -> None:
 
 
 @pytest.mark.parametrize("own", ["cuda"], indirect=True)
-def test_a_private_copy_of_a_file_that_grows_costs_what_it_takes(own: Make) -> None:
+def test_a_private_copy_of_a_file_that_grows_costs_what_it_takes(own: Mounter) -> None:
     mounted = own(memory=64 * MIB)
     path = mounted.device / "nobodys/file"
     path.write_bytes(noise(2 * MIB))
@@ -350,7 +332,7 @@ def test_a_private_copy_of_a_file_that_grows_costs_what_it_takes(own: Make) -> N
     assert used.get("gpu0", 0) <= 32 * MIB
 
 
-def test_root_may_use_what_a_user_may_not(own: Make) -> None:
+def test_root_may_use_what_a_user_may_not(own: Mounter) -> None:
     """The reserve is root's alone: two users together leave it."""
     mounted = own("--metadata", "4M")
     for uid in (NOBODY, OTHER):

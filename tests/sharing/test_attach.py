@@ -32,6 +32,7 @@ import gpufs
 from gpufs import protocol
 
 SIZE = 5 * MIB + 12345
+pytestmark = pytest.mark.usefixtures("on_host_memory")
 
 
 @pytest.fixture
@@ -43,12 +44,6 @@ def file(shared_mount: GpufsMount) -> Any:
     gc.collect()
     wait_for_leases(shared_mount, 0)
     path.unlink(missing_ok=True)
-
-
-@pytest.fixture(autouse=True)
-def _host_only(driver: str) -> None:
-    if driver != "host":
-        pytest.skip("reads attached memory with the CPU")
 
 
 # ---- what an array is ----

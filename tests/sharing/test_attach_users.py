@@ -34,14 +34,11 @@ import gpufs
 from gpufs.modes import Mode
 from gpufs.protocol import Attach, Detach, Refresh
 
-pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")]
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root"),
+    pytest.mark.usefixtures("on_host_memory"),
+]
 SIZE = 4 * MIB
-
-
-@pytest.fixture(autouse=True)
-def _host_only(driver: str) -> None:
-    if driver != "host":
-        pytest.skip("reads attached memory with the CPU")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,11 @@ def gpufs(*arguments: object, check: bool = True, **options: object) -> subproce
     """Runs the command to its end; with check, a failure shows its output."""
     words = [word if isinstance(word, (str, os.PathLike)) else str(word) for word in arguments]
     return run(*GPUFS, *words, check=check, **options)  # type: ignore[arg-type]
+
+
+def inspected(*words: str | Path) -> Any:
+    """What `gpufs inspect` prints as JSON."""
+    return json.loads(gpufs_here("inspect", "--json", *words).stdout)
 
 
 def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:

@@ -98,6 +98,11 @@ def files_below(path: Path) -> list[str]:
     return found
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files below a directory, with what they contain."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def left(directory: Path) -> list[str]:
     """The names in a directory."""
     return sorted(os.listdir(directory))

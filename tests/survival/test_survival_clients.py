@@ -77,6 +77,13 @@ def mount(tmp_path: Path) -> Iterator[Path]:
         yield made.path
 
 
+@pytest.fixture
+def file(mount: Path) -> Path:
+    path = mount / "gpu0" / "file"
+    path.write_bytes(bytes(4 * MIB))
+    return path
+
+
 def kill(mount: Path, number: signal.Signals = signal.SIGKILL) -> None:
     """Kills the daemon, and waits until another one answers."""
     Survivor(mount).kill(number)
@@ -87,10 +94,8 @@ def leases(mount: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_lease_survives(mount: Path) -> None:
+def test_lease_survives(mount: Path, file: Path) -> None:
     """Both ends see what is written, the file cannot be cut off, and the end of the lease is noticed."""
-    file = mount / "gpu0" / "file"
-    file.write_bytes(bytes(4 * MIB))
     with attached(file) as program:
         (before,) = leases(mount)
         for round_number in range(1, 3):
@@ -114,10 +119,8 @@ def test_lease_survives(mount: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["r", "r+"])
-def test_lease_on_a_file_that_has_grown(mount: Path, mode: str) -> None:
+def test_lease_on_a_file_that_has_grown(mount: Path, file: Path, mode: str) -> None:
     """It covers what it covered before, and what has grown stays a hole, also where the device could not fill it."""
-    file = mount / "gpu0" / "file"
-    file.write_bytes(bytes(4 * MIB))
     with attached(file) as program:
         program.run(f"del view; array.close(); array = gpufs.attach(sys.argv[1], {mode!r})")
         wait_until(lambda: [lease["mode"] for lease in leases(mount)] == [mode], PATIENCE, "the lease")
@@ -140,10 +143,8 @@ def test_lease_on_a_file_that_has_grown(mount: Path, mode: str) -> None:
         os.truncate(file, 0)
 
 
-def test_program_that_dies_after_the_daemon(mount: Path) -> None:
+def test_program_that_dies_after_the_daemon(mount: Path, file: Path) -> None:
     """Its leases end, whether a daemon runs then or not."""
-    file = mount / "gpu0" / "file"
-    file.write_bytes(bytes(4 * MIB))
     with attached(file), attached(file) as second:
         assert len(leases(mount)) == 2
         former = int(status(mount).pid or 0)
@@ -154,10 +155,8 @@ def test_program_that_dies_after_the_daemon(mount: Path) -> None:
     os.truncate(file, 0)
 
 
-def test_requests_while_no_daemon_runs(mount: Path) -> None:
+def test_requests_while_no_daemon_runs(mount: Path, file: Path) -> None:
     """They are answered by the next daemon, once."""
-    file = mount / "gpu0" / "file"
-    file.write_bytes(bytes(4 * MIB))
     with attached(file) as program:
         os.kill(int(status(mount).pid or 0), signal.SIGKILL)
         program.run("second = gpufs.attach(sys.argv[1], 'r+')")
@@ -183,10 +182,8 @@ def test_copy_in_progress(mount: Path, tmp_path: Path) -> None:
     assert target.read_bytes() == source.read_bytes()
 
 
-def test_requests_at_random_moments(mount: Path) -> None:
+def test_requests_at_random_moments(mount: Path, file: Path) -> None:
     """A daemon that dies in the middle of requests loses none, and no lease is left over."""
-    file = mount / "gpu0" / "file"
-    file.write_bytes(bytes(4 * MIB))
     with attached(file) as program:
         for _ in range(2):
             program.send("for _ in range(300): gpufs.attach(sys.argv[1], 'r+').close()")
@@ -196,10 +193,8 @@ def test_requests_at_random_moments(mount: Path) -> None:
         assert len(leases(mount)) == 1
 
 
-def test_death_while_a_client_asks_for_the_socket(mount: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_while_a_client_asks_for_the_socket(mount: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The descriptor that it reads the socket's path from ends with the daemon; the client asks again."""
-    file = mount / "gpu0" / "file"
-    file.write_bytes(bytes(4 * MIB))
     read = os.read
 
     def read_later(fd: int, size: int) -> bytes:
@@ -233,7 +228,7 @@ own[:] = 7; registration = gpufs.register(own, os.path.dirname(sys.argv[1]) + "/
 _RELEASE = "shared.unlink()"
 
 
-def test_registration_survives(mount: Path) -> None:
+def test_registration_survives(mount: Path, file: Path) -> None:
     """Its file, links and open descriptors still show the program's memory; its end is noticed."""
     file, registered = mount / "gpu0" / "file", mount / "gpu0" / "registered"
     file.write_bytes(bytes(4 * MIB))
@@ -261,10 +256,8 @@ def test_registration_survives(mount: Path) -> None:
         program.run(_RELEASE)
 
 
-def test_registration_whose_memory_is_lost(mount: Path) -> None:
+def test_registration_whose_memory_is_lost(mount: Path, file: Path) -> None:
     """Its file is removed, as at its end, and not left behind as an empty one. Others stay."""
-    file = mount / "gpu0" / "file"
-    file.write_bytes(bytes(4 * MIB))
     with attached(file) as program:
         program.run("; ".join([*_REGISTER.strip().splitlines(), _RELEASE]))
         program.run("memory = os.memfd_create('memory'); os.ftruncate(memory, 8192); import mmap")
@@ -280,19 +273,15 @@ def test_registration_whose_memory_is_lost(mount: Path) -> None:
         assert (mount / "gpu0" / "lost").read_bytes() == (mount / "gpu0" / "registered").read_bytes()
 
 
-def test_program_that_registers_and_dies_with_the_daemon(mount: Path) -> None:
-    file = mount / "gpu0" / "file"
-    file.write_bytes(bytes(4 * MIB))
+def test_program_that_registers_and_dies_with_the_daemon(mount: Path, file: Path) -> None:
     with attached(file) as program:
         program.run("; ".join([*_REGISTER.strip().splitlines(), _RELEASE]))
         os.kill(int(status(mount).pid or 0), signal.SIGKILL)
     wait_until(lambda: os.listdir(mount / "gpu0") == ["file"], PATIENCE, "the end of the registration")
 
 
-def test_registrations_at_random_moments(mount: Path) -> None:
+def test_registrations_at_random_moments(mount: Path, file: Path) -> None:
     """No file is left over, and none is empty."""
-    file = mount / "gpu0" / "file"
-    file.write_bytes(bytes(4 * MIB))
     with attached(file) as program:
         program.run("; ".join(_REGISTER.strip().splitlines()))
         program.run(

@@ -17,7 +17,7 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
-from support.cli import fails_here, gpufs_here
+from support.cli import fails_here, gpufs_here, inspected
 from support.data import MIB
 from support.mounting import GPUFS
 from support.processes import run
@@ -36,10 +36,6 @@ def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor], shard
         safetensors.torch.save_file(part, directory / file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return directory
-
-
-def inspected(*words: str | Path) -> Any:
-    return json.loads(gpufs_here("inspect", "--json", *words).stdout)
 
 
 def compared(code: int, *words: str | Path) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
-from support.cli import fails_here, gpufs_here
+from support.cli import fails_here, gpufs_here, inspected
 from support.data import MIB, noise
 from support.mounting import GPUFS, REPOSITORY, GpufsMount
 from support.processes import run
@@ -26,11 +26,6 @@ FLOATS = (
     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
 )  # fmt: skip
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
-
-
-def inspected(path: Path, *options: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(gpufs_here("inspect", "--json", *options, path).stdout)
-    return found
 
 
 def compared(code: int, *words: str | Path) -> dict[str, Any]:
