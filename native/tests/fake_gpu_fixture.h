@@ -50,9 +50,7 @@ class FakeGpu : public ::testing::Test {
   Device& open(const FakeGpuSetup& setup = {}, const DriverOptions& options = {}) {
     setup_ = setup;
     control_.reset(&setup_);
-    Result<std::unique_ptr<Driver>> driver = open_driver(options);
-    EXPECT_TRUE(driver.ok()) << driver.status().message();
-    if (driver.ok()) driver_ = driver.take();
+    driver_ = must(open_driver(options));
     return *driver_->devices().at(0);
   }
   Device& device(std::size_t index = 0) { return *driver_->devices().at(index); }

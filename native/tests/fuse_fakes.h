@@ -36,6 +36,7 @@
 #include "fuse/mount.h"
 #include "fuse/protocol.h"
 #include "fuse/relay.h"
+#include "results.h"
 
 namespace gpufs::fuse {
 
@@ -372,15 +373,11 @@ class MountTest : public DevicesTest {
   }
 
   void open(const MountOptions& options = {}) {
-    Result<RelayPair> device = make_relay_pair();
-    Result<RelayPair> relay = make_relay_pair();
-    ASSERT_TRUE(device.ok() && relay.ok());
-    kernel.emplace(std::move(device.value().control));
-    control.emplace(std::move(relay.value().control));
-    Result<std::shared_ptr<Mount>> created =
-        Mount::create(std::move(device.value().native), std::move(relay.value().native), contexts, options);
-    ASSERT_TRUE(created.ok()) << created.status().message();
-    mount = created.take();
+    RelayPair device = testing::must(make_relay_pair());
+    RelayPair relay = testing::must(make_relay_pair());
+    kernel.emplace(std::move(device.control));
+    control.emplace(std::move(relay.control));
+    mount = testing::must(Mount::create(std::move(device.native), std::move(relay.native), contexts, options));
     table = &mount->table();
     ASSERT_TRUE(mount->start().ok());
   }
@@ -413,9 +410,7 @@ class MountTest : public DevicesTest {
   }
   void unlink_file(std::uint64_t ino) { EXPECT_TRUE(table->set_links(table->find(ino), 0).ok()); }
   std::uint64_t open_file(std::uint64_t ino, int flags = O_RDWR) {
-    Result<std::uint64_t> fh = table->open(table->find(ino), flags);
-    EXPECT_TRUE(fh.ok());
-    return fh.ok() ? fh.value() : 0;
+    return testing::must(table->open(table->find(ino), flags));
   }
   bool ended(std::chrono::milliseconds timeout) { return readable(mount->ended_fd(), timeout); }
   observe::EngineCounters& counted() { return contexts[0]->counters().region().counters(); }

@@ -7,6 +7,7 @@
 
 #include "fuse_fakes.h"
 #include "memory/kept_memory.h"
+#include "results.h"
 
 namespace gpufs::fuse {
 namespace {
@@ -317,17 +318,16 @@ TEST_F(SentAgainTest, OneBadRecordOfAnyKindLosesNothingElse) {
       options.kept = std::make_shared<KeptMemory>(options.journal, keeper.get(), std::vector<KeptMemory::Held>{});
       RelayPair device = make_relay_pair().take();
       RelayPair relay = make_relay_pair().take();
-      const Result<std::shared_ptr<Mount>> restored =
-          Mount::create(std::move(device.native), std::move(relay.native), contexts, options);
-      ASSERT_TRUE(restored.ok()) << restored.status().message();
-      Namespace& names = restored.value()->names();
+      const auto restored =
+          testing::must(Mount::create(std::move(device.native), std::move(relay.native), contexts, options));
+      Namespace& names = restored->names();
       std::size_t named = 0;
-      for (const std::shared_ptr<Inode>& inode : restored.value()->table().all()) {
+      for (const std::shared_ptr<Inode>& inode : restored->table().all()) {
         const std::optional<std::string> path = names.path_of(*inode);
         if (path && names.find(*path) == inode) ++named;
       }
       EXPECT_GE(named, inodes - 2);  // one has no name
-      restored.value()->close();
+      restored->close();
     }
   }
 }

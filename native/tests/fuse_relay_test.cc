@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "fuse_fakes.h"
+#include "results.h"
 #include "temporary_file.h"
 
 namespace gpufs::fuse {
@@ -395,9 +396,8 @@ TEST_F(RelayTest, ConfusedMessages) {
   stop = true;
   answers.join();
   // The file is served as before; the handle may have been closed by a RELEASE among them.
-  const Result<std::uint64_t> again = table->open(table->find(2), O_RDWR);
-  ASSERT_TRUE(again.ok());
-  EXPECT_EQ(kernel->read(2, again.value(), 0, 0).error(), 0);
+  const auto again = testing::must(table->open(table->find(2), O_RDWR));
+  EXPECT_EQ(kernel->read(2, again, 0, 0).error(), 0);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "fake_transfer_rig.h"
+#include "results.h"
 
 namespace gpufs {
 namespace {
@@ -49,14 +50,13 @@ TEST_P(TransferEnds, CancelEndsAtTheNextPiece) {
     };
     rig.operations.on_read = slow;
     rig.operations.on_write = slow;
-    Result<std::shared_ptr<Transfer>> started = rig.engine->start(rig.request(direction));
-    ASSERT_TRUE(started.ok());
-    while (started.value()->progress().prefix < kChunk) std::this_thread::sleep_for(milliseconds(1));
-    started.value()->cancel();
-    started.value()->cancel();
+    auto started = testing::must(rig.engine->start(rig.request(direction)));
+    while (started->progress().prefix < kChunk) std::this_thread::sleep_for(milliseconds(1));
+    started->cancel();
+    started->cancel();
     cancelled = true;
-    started.value()->wait();
-    const TransferProgress done = started.value()->progress();
+    started->wait();
+    const TransferProgress done = started->progress();
     EXPECT_EQ(done.status.error(), ECANCELED);
     EXPECT_GE(done.prefix, kChunk);
     EXPECT_LT(done.prefix, data.size());
@@ -77,12 +77,11 @@ TEST_P(TransferEnds, HungFileIsLeftBehind) {
     };
     rig.operations.on_read = hang;
     rig.operations.on_write = hang;
-    Result<std::shared_ptr<Transfer>> started = rig.engine->start(rig.request(direction));
-    ASSERT_TRUE(started.ok());
+    auto started = testing::must(rig.engine->start(rig.request(direction)));
     door.await(3);
-    started.value()->cancel();
-    ASSERT_TRUE(started.value()->wait(kPatience));
-    const TransferProgress done = started.value()->progress();
+    started->cancel();
+    ASSERT_TRUE(started->wait(kPatience));
+    const TransferProgress done = started->progress();
     EXPECT_EQ(done.status.error(), ECANCELED);
     EXPECT_EQ(done.prefix, 2 * kChunk);
     EXPECT_EQ(rig.details(direction).abandoned, 1U);
@@ -93,13 +92,13 @@ TEST_P(TransferEnds, HungFileIsLeftBehind) {
       const std::vector<std::byte> own(data.size(), std::byte{0x11});
       rig.fill_buffer(own);
       door.open();
-      await_last(started.value());
+      await_last(started);
       rig.engine->shutdown();
       EXPECT_TRUE(rig.buffer_contents() == own);
     } else {
       ASSERT_TRUE(rig.buffer->resize(0).ok());
       door.open();
-      await_last(started.value());
+      await_last(started);
     }
   }
 }
