@@ -377,7 +377,7 @@ class HostTierPoolRandomTest : public HostTierPoolTest {
     std::uint64_t bytes = 0;
     for (const Extent& span : spans) bytes += span.bytes;
     const std::uint64_t free = must(host().memory()).free_bytes;
-    const Status status = memory.memory->populate(spans, Wait::kAllowed);
+    const Status status = memory.memory->populate_all(spans, Wait::kAllowed);
     if (!status.ok()) {
       EXPECT_TRUE(faults_ || free < bytes) << status.message();
       return;
@@ -403,7 +403,7 @@ class HostTierPoolRandomTest : public HostTierPoolTest {
   }
 
   void release(Memory& memory, const Extents& spans) {
-    memory.memory->release(spans);
+    memory.memory->release_all(spans);
     for (const Extent& span : spans) {
       for (std::uint64_t at = span.offset; at < span.end(); at += kGranule) memory.granules.erase(at);
     }

@@ -120,7 +120,7 @@ Status ExtentBuffer::take(const Extents& missing, Wait wait, std::uint64_t repla
   Status status = charge().grow(total_bytes(missing) - replaced);
   if (!status.ok()) return status;
   status = charge().take_descriptors(memory_->descriptors_for(missing));
-  if (status.ok()) status = memory_->populate(missing, wait);
+  if (status.ok()) status = memory_->populate_all(missing, wait);
   if (!status.ok()) account();
   return status;
 }
@@ -397,7 +397,7 @@ bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion
 
 void ExtentBuffer::release(const Extents& removed) {
   ahead_ = without(ahead_, removed);
-  memory_->release(removed);
+  memory_->release_all(removed);
   account();
   drop_empty_memory();
 }

@@ -369,7 +369,7 @@ std::uint64_t VirtualMemory::descriptors_for(std::span<const Extent> spans) {
   return number_ == 0 ? 0 : fresh;
 }
 
-Status VirtualMemory::populate(std::span<const Extent> spans, Wait wait) {
+Status VirtualMemory::populate_all(std::span<const Extent> spans, Wait wait) {
   const Current current(*device_);
   if (!current.status().ok()) return current.status();
   Pieces fresh;
@@ -407,7 +407,7 @@ Extent VirtualMemory::release_span(std::uint64_t offset, std::uint64_t bytes) {
   return {from, to - from};
 }
 
-void VirtualMemory::release(std::span<const Extent> spans) {
+void VirtualMemory::release_all(std::span<const Extent> spans) {
   for (const Extent& span : spans) mark(span, false);
   const Current current(*device_);
   if (!current.status().ok()) return;

@@ -213,11 +213,11 @@ Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes, s
   return std::shared_ptr<AddressRange>(range_);
 }
 
-Status HostMemory::populate(std::span<const Extent> spans, Wait /*wait*/) {
+Status HostMemory::populate_all(std::span<const Extent> spans, Wait /*wait*/) {
   for (std::size_t i = 0; i < spans.size(); ++i) {
     Status status = populate_one(spans[i]);
     if (status.ok()) continue;
-    release(spans.first(i));
+    release_all(spans.first(i));
     return status;
   }
   return {};
@@ -232,7 +232,7 @@ Status HostMemory::populate_one(const Extent& span) {
   return {};
 }
 
-void HostMemory::release(std::span<const Extent> spans) {
+void HostMemory::release_all(std::span<const Extent> spans) {
   for (const Extent& span : spans) release_one(span);
 }
 
