@@ -15,13 +15,11 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
@@ -37,12 +35,12 @@
 #include "fuse/protocol.h"
 #include "fuse/relay.h"
 #include "results.h"
+#include "waiting.h"
 
 namespace gpufs::fuse {
 
 using namespace std::chrono_literals;
 
-inline constexpr auto kPatience = 60s;      // for what must come, which only a hang exceeds
 inline constexpr auto kQuiet = 100ms;       // for what must not
 constexpr std::uint64_t kInterruptBit = 1;  // of the number of an INTERRUPT, which else is its request's
 
@@ -66,7 +64,10 @@ Bytes bytes_of(const T& value) {
   return bytes;
 }
 
+using testing::Door;
+using testing::kPatience;
 using testing::pattern;
+using testing::soon;
 
 inline bool readable(int fd, std::chrono::milliseconds timeout) {
   pollfd waiting{fd, POLLIN, 0};
@@ -91,49 +92,6 @@ inline Bytes receive_message(int fd) {
   message.resize(got > 0 ? static_cast<std::size_t>(got) : 0);
   return message;
 }
-
-template <typename Condition>
-bool eventually(Condition condition) {
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(1ms);
-  }
-  return true;
-}
-
-// Holds up a fake operation until it opens.
-class Gate {
- public:
-  void close() {
-    const std::lock_guard lock(mutex_);
-    open_ = false;
-  }
-  void open() {
-    {
-      const std::lock_guard lock(mutex_);
-      open_ = true;
-    }
-    changed_.notify_all();
-  }
-  void pass() {
-    std::unique_lock lock(mutex_);
-    ++waiting_;
-    changed_.notify_all();
-    changed_.wait(lock, [this] { return open_; });
-    --waiting_;
-  }
-  bool wait_for_visitors(int count) {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, kPatience, [&] { return waiting_ >= count; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool open_ = true;
-  int waiting_ = 0;
-};
 
 inline gpufs_attributes file_attributes(std::uint64_t ino, std::uint32_t mode = S_IFREG | 0644,
                                         std::int32_t device = 0) {
@@ -356,8 +314,8 @@ class DevicesTest : public ::testing::Test {
     return filler;
   }
 
-  Gate copies;  // between buffers
-  Gate frees;   // of a buffer's memory
+  Door copies{/*open=*/true};  // between buffers
+  Door frees{/*open=*/true};   // of a buffer's memory
   std::shared_ptr<testing::FaultPlan> plan = std::make_shared<testing::FaultPlan>();
   std::vector<std::shared_ptr<DeviceContext>> contexts;
 };

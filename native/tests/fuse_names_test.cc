@@ -87,7 +87,7 @@ TEST_F(NamesTest, CreateOpensWithOneReference) {
   kernel->send(FUSE_BATCH_FORGET, 0, forgotten);
   EXPECT_EQ(kernel->call(FUSE_GETATTR, entry.nodeid, bytes_of(fuse_getattr_in{})).error(), 0);
   kernel->send(FUSE_FORGET, entry.nodeid, bytes_of(fuse_forget_in{1}));
-  EXPECT_TRUE(eventually([&] { return table->find(entry.nodeid) == nullptr; }));
+  EXPECT_TRUE(soon([&] { return table->find(entry.nodeid) == nullptr; }));
   EXPECT_FALSE(control->receive(kQuiet));
 }
 

@@ -47,7 +47,7 @@ class SparseFile {
   // Whether a byte of the file is in a page that was written.
   [[nodiscard]] bool data(std::uint64_t offset) const { return pages_[offset / kPageBytes]; }
   [[nodiscard]] std::uint64_t size() const { return size_; }
-  std::shared_ptr<BackingFile> open() { return testing::must(BackingFile::open(fd_.get(), operations)); }
+  std::shared_ptr<BackingFile> open() { return must(BackingFile::open(fd_.get(), operations)); }
   PlannedFileOps operations;
 
  private:
@@ -59,7 +59,7 @@ class SparseFile {
 Extents search(SparseFile& file, HoleSearch wanted) {
   std::atomic<bool> cancelled{false};
   wanted.file_size = file.size();
-  return testing::must(holes_of(*file.open(), wanted, cancelled));
+  return must(holes_of(*file.open(), wanted, cancelled));
 }
 
 // Against the plain rule: no byte of data is left out; every granule of the target without data is.

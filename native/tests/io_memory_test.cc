@@ -18,6 +18,7 @@
 #include "io/transfer_engine.h"
 #include "io_fakes.h"
 #include "results.h"
+#include "waiting.h"
 
 namespace gpufs::testing {
 namespace {
@@ -251,8 +252,7 @@ TEST_F(LoadMemoryTest, ALoadThatHangsInItsFileHoldsUpNobodyWhoNeedsRoom) {
     (void)buffer->trim(std::chrono::milliseconds(0));  // as the end of a writer does
     answered = true;
   });
-  for (int look = 0; look < 60'000 && !answered; ++look) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  EXPECT_TRUE(answered);
+  EXPECT_TRUE(soon([&] { return answered.load(); }));
   EXPECT_EQ(buffer->bytes_held(), held);
   over = true;
   writing.join();
