@@ -16,9 +16,8 @@
 #include <vector>
 
 #include "async/async_engine.h"
-#include "cuda_test_support.h"
+#include "fake_vendors.h"
 #include "faulty_driver.h"
-#include "hip_test_support.h"
 #include "io_fakes.h"
 #include "memory/buffer.h"
 #include "temporary_file.h"

@@ -14,8 +14,8 @@
 
 #include "buffer_fixture.h"
 #include "bytes.h"
-#include "cuda_test_support.h"
 #include "device/device_context.h"
+#include "fake_vendors.h"
 #include "memory/buffer.h"
 #include "results.h"
 

@@ -2,7 +2,7 @@
 #include <cerrno>
 #include <string>
 
-#include "cuda_test_support.h"
+#include "fake_vendors.h"
 
 namespace gpufs::cuda_test {
 namespace {

@@ -11,8 +11,8 @@
 #include <memory>
 #include <vector>
 
-#include "cuda_test_support.h"
 #include "fake_cufile/fake_cufile.h"
+#include "fake_vendors.h"
 #include "fastpath_fixture.h"
 #include "io/cufile.h"
 

@@ -15,9 +15,8 @@
 #include <thread>
 
 #include "bytes.h"
-#include "cuda_test_support.h"
 #include "device/pools.h"
-#include "hip_test_support.h"
+#include "fake_vendors.h"
 #include "streams.h"
 
 namespace gpufs::gpu_test {

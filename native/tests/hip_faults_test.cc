@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "drivers/hip/hip_api.h"
-#include "hip_test_support.h"
+#include "fake_vendors.h"
 
 namespace gpufs::hip_test {
 namespace {

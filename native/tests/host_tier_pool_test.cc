@@ -19,10 +19,10 @@
 
 #include "base/extents.h"
 #include "base/math.h"
-#include "cuda_test_support.h"
 #include "drivers/gpu/gpu_device.h"
 #include "drivers/gpu/host_tier_pool.h"
 #include "drivers/gpu/virtual_memory.h"
+#include "fake_vendors.h"
 
 namespace gpufs::cuda_test {
 namespace {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "bytes.h"
-#include "cuda_test_support.h"
 #include "device/device_context.h"
+#include "fake_vendors.h"
 #include "io/copy_batches.h"
 
 namespace gpufs {

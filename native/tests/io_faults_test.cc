@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "bytes.h"
-#include "cuda_test_support.h"
 #include "drivers/cuda/cuda_api.h"
+#include "fake_vendors.h"
 #include "faulty_driver.h"
 #include "io/fastpath.h"
 #include "io/transfer_engine.h"

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda_test_support.h"
+#include "fake_vendors.h"
 
 namespace gpufs::cuda_test {
 namespace {
