@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <array>
-#include <mutex>
 #include <random>
 
 #include "async_fixture.h"

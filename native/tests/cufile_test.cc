@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <memory>
 #include <string>
 
 #include "cufile_fixture.h"

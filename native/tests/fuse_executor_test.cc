@@ -5,9 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <memory>
 #include <optional>
-#include <thread>
 
 #include "fuse_fakes.h"
 #include "no_more_threads.h"

@@ -11,18 +11,14 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <set>
-#include <string>
 #include <string_view>
 #include <thread>
 #include <utility>

@@ -8,9 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <memory>
-#include <string>
-#include <thread>
 #include <vector>
 
 #include "drivers/hip/hip_api.h"

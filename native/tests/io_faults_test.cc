@@ -13,7 +13,6 @@
 #include <span>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "bytes.h"
@@ -21,7 +20,6 @@
 #include "fake_vendors.h"
 #include "faulty_driver.h"
 #include "io/fastpath.h"
-#include "io/transfer_engine.h"
 #include "transfer_rig.h"
 
 namespace gpufs {

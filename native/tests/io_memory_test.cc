@@ -11,7 +11,6 @@
 #include <memory>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "buffer_fixture.h"
 #include "io/fastpath.h"

@@ -6,15 +6,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <memory>
 #include <span>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "device/device_context.h"
 #include "fake_transfer_rig.h"

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
-#include <string>
 #include <thread>
 #include <utility>
 #include <vector>

@@ -6,26 +6,22 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <iterator>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "abi/barrier.h"
 #include "abi/engine.h"
 #include "abi/handles.h"
-#include "base/log.h"
 #include "base/unique_fd.h"
 #include "device/device_context.h"
 #include "fuse/attributes.h"
 #include "fuse/inode_table.h"
 #include "fuse/mount.h"
-#include "fuse/quotas.h"
 #include "fuse/relay.h"
 #include "gpufs.h"
 #include "journal/journal.h"

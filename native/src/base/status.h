@@ -3,7 +3,6 @@
 // Not shared between threads without a lock.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <utility>
 #include <variant>

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <utility>
-#include <vector>
 
 namespace gpufs {
 namespace {

@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <chrono>
 #include <exception>
-#include <string>
 #include <utility>
 
 #include "base/log.h"

@@ -1,6 +1,5 @@
 #include "fuse/control_messages.h"
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstddef>

@@ -13,7 +13,6 @@
 #include <variant>
 
 #include "base/keeper_messages.h"
-#include "base/log.h"
 #include "base/pages.h"
 #include "fuse/protocol.h"
 

@@ -8,7 +8,6 @@
 #include <cstring>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstddef>
 #include <utility>
-#include <vector>
 
 #include "base/cpus.h"
 #include "base/log.h"

@@ -6,7 +6,6 @@
 #include <cerrno>
 #include <cstring>
 #include <ctime>
-#include <string>
 #include <utility>
 
 #include "base/log.h"

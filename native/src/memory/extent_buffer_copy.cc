@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/math.h"
 #include "base/thread.h"
 #include "device/device_context.h"
 #include "memory/account.h"

@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/math.h"
 #include "memory/extent_buffer.h"
 
 namespace gpufs {

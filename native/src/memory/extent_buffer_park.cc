@@ -12,11 +12,8 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <utility>
 
-#include "base/log.h"
-#include "base/math.h"
 #include "memory/extent_buffer_exclusion.h"
 #include "observe/counters.h"
 

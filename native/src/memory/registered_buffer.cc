@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "base/math.h"
 

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "base/math.h"
-#include "base/unique_fd.h"
 #include "drivers/gpu/virtual_memory.h"
 
 namespace gpufs::gpu {
