@@ -7,18 +7,13 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <memory>
 #include <random>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "base/thread.h"
 #include "buffer_fixture.h"
-#include "bytes.h"
 #include "memory/account.h"
-#include "memory/slab_pool.h"
-#include "results.h"
 
 namespace gpufs::testing {
 namespace {

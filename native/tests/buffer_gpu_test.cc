@@ -5,19 +5,11 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <random>
 #include <thread>
-#include <vector>
 
 #include "buffer_fixture.h"
-#include "bytes.h"
-#include "device/device_context.h"
 #include "fake_vendors.h"
-#include "memory/buffer.h"
-#include "results.h"
 
 namespace gpufs::cuda_test {
 namespace {

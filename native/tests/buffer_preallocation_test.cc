@@ -9,11 +9,9 @@
 #include <functional>
 #include <random>
 #include <thread>
-#include <vector>
 
 #include "base/thread.h"
 #include "buffer_fixture.h"
-#include "results.h"
 
 namespace gpufs::testing {
 namespace {

@@ -1,7 +1,5 @@
 // Buffer: sizes, holes, growth, limits, addresses, exports, copies, pins.
 
-#include "memory/buffer.h"
-
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -11,7 +9,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <memory>
 #include <thread>
 
 #include "buffer_fixture.h"

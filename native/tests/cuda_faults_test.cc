@@ -1,6 +1,5 @@
 // What only the CUDA driver has: the library and attributes of devices. gpu_faults_test.cc has what it shares with HIP.
 #include <cerrno>
-#include <string>
 
 #include "fake_vendors.h"
 

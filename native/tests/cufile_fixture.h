@@ -6,10 +6,6 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <vector>
 
 #include "fake_cufile/fake_cufile.h"
 #include "fake_vendors.h"

@@ -7,13 +7,9 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <span>
 #include <vector>
 
-#include "bytes.h"
-#include "drivers/driver.h"
 #include "fake_gpu/fake_gpu.h"
 #include "gpu_test_support.h"
 

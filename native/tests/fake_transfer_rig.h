@@ -1,12 +1,6 @@
 // Transfers over the host's memory, which the CPU addresses or not.
 #pragma once
 
-#include <cstddef>
-#include <memory>
-#include <set>
-#include <string>
-#include <vector>
-
 #include "bytes.h"
 #include "faulty_driver.h"
 #include "io/fastpath.h"

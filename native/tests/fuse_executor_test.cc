@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <optional>
 
 #include "fuse_fakes.h"
 #include "no_more_threads.h"

@@ -2,12 +2,10 @@
 
 #include <gtest/gtest.h>
 #include <linux/fs.h>
-#include <sys/socket.h>
 #include <sys/xattr.h>
 
 #include "fuse_fakes.h"
 #include "memory/kept_memory.h"
-#include "results.h"
 
 namespace gpufs::fuse {
 namespace {

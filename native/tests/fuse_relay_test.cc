@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include "fuse_fakes.h"
-#include "results.h"
 #include "temporary_file.h"
 
 namespace gpufs::fuse {

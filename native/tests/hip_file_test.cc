@@ -7,8 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <vector>
 
 #include "drivers/hip/hip_api.h"
 #include "hip_file_fixture.h"

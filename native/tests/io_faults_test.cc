@@ -1,19 +1,13 @@
 // Every fault of a transfer, in both directions, on the host's memory and on a GPU's: the right errno and count, memory
 // and file changed exactly as far as the count says, nothing left open, and the next transfer works.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
-#include <memory>
 #include <mutex>
-#include <set>
 #include <span>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "bytes.h"
 #include "drivers/cuda/cuda_api.h"

@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <chrono>
 #include <functional>
-#include <memory>
 #include <string>
 #include <thread>
 
@@ -16,7 +15,6 @@
 #include "io/fastpath.h"
 #include "io/transfer_engine.h"
 #include "io_fakes.h"
-#include "results.h"
 #include "waiting.h"
 
 namespace gpufs::testing {

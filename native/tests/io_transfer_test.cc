@@ -15,7 +15,6 @@
 
 #include "device/device_context.h"
 #include "fake_transfer_rig.h"
-#include "faulty_driver.h"
 #include "io/bounce_pool.h"
 #include "no_more_threads.h"
 

@@ -5,8 +5,6 @@
 
 #include <cerrno>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "async_fixture.h"
 #include "memory/host_locks.h"

@@ -9,8 +9,6 @@
 #include <unistd.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <set>
 #include <string>
 #include <utility>

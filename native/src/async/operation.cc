@@ -1,7 +1,6 @@
 #include "async/operation.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <limits>
 #include <string>

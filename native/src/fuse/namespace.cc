@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
-#include <string>
-#include <vector>
 
 #include "base/log.h"
 #include "base/pages.h"

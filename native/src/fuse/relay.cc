@@ -9,14 +9,12 @@
 #include <exception>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include "base/log.h"
 #include "base/math.h"
 #include "base/pages.h"
 #include "base/thread.h"
 #include "fuse/control_messages.h"
-#include "fuse/protocol.h"
 
 namespace gpufs::fuse {
 

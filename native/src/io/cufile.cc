@@ -6,7 +6,6 @@
 
 #include <array>
 #include <cerrno>
-#include <string_view>
 #include <utility>
 
 #include "base/log.h"

@@ -1,7 +1,6 @@
 #include "io/target_memory.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 

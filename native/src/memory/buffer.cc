@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
-#include <memory>
 #include <utility>
 
 #include "device/device_context.h"

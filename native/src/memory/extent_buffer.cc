@@ -3,7 +3,6 @@
 #include "memory/extent_buffer.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <ctime>
 #include <utility>

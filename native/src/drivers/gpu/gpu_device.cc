@@ -18,7 +18,6 @@
 #include "drivers/gpu/foreign_memory.h"
 #include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
-#include "drivers/gpu/vendor_library.h"
 #include "drivers/gpu/virtual_memory.h"
 
 namespace gpufs::gpu {

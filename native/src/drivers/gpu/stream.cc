@@ -1,7 +1,6 @@
 #include "drivers/gpu/stream.h"
 
 #include <cerrno>
-#include <utility>
 
 namespace gpufs::gpu {
 

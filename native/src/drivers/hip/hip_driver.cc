@@ -11,7 +11,6 @@
 #include "base/log.h"
 #include "drivers/gpu/gpu_device.h"
 #include "drivers/gpu/virtual_memory.h"
-#include "drivers/hip/hip_library.h"
 
 namespace gpufs::hip {
 namespace {

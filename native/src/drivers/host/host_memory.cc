@@ -14,7 +14,6 @@
 #include <cstring>
 #include <functional>
 #include <string>
-#include <utility>
 
 #include "base/log.h"
 #include "base/math.h"

@@ -6,8 +6,6 @@
 #include <cstring>
 #include <latch>
 #include <map>
-#include <string>
-#include <utility>
 
 #include "drivers/host/host_memory.h"
 
