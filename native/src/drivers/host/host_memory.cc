@@ -206,9 +206,7 @@ Result<std::unique_ptr<DeviceMemory>> HostMemory::show(Result<std::shared_ptr<Ho
 }
 
 Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes, std::span<const Extent> /*populated*/) {
-  Result<std::shared_ptr<Range>> made = Range::map(file_, round_up(bytes, kHostGranule));
-  if (!made.ok()) return made.status();
-  range_ = made.take();
+  range_ = TRY(Range::map(file_, round_up(bytes, kHostGranule)));
   return std::shared_ptr<AddressRange>(range_);
 }
 
@@ -224,8 +222,7 @@ Status HostMemory::populate_all(std::span<const Extent> spans, Wait /*wait*/) {
 
 Status HostMemory::populate_one(const Extent& span) {
   const auto [offset, bytes] = span;
-  Status status = file_->allocate(offset, bytes);
-  if (!status.ok()) return status;
+  TRY(file_->allocate(offset, bytes));
   // Touching all pages in one call costs less than page by page during the first copy. Only speed depends on it.
   ::madvise(reinterpret_cast<void*>(range_->base() + offset), bytes, MADV_POPULATE_WRITE);
   return {};
