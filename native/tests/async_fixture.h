@@ -9,28 +9,24 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "async/async_engine.h"
-#include "cuda_test_support.h"
+#include "fake_vendors.h"
 #include "faulty_driver.h"
-#include "hip_test_support.h"
 #include "io_fakes.h"
 #include "memory/buffer.h"
 #include "temporary_file.h"
+#include "waiting.h"
 
 namespace gpufs::async_test {
 
 using namespace gpufs::gpu_test;
 using namespace std::chrono_literals;
 
-inline constexpr std::chrono::milliseconds kPatience = 60s;  // which only a hang exceeds
+using testing::kPatience;
+using testing::soon;
 
 // The drivers; where a device's streams are held by calls of the host, the name says so.
 enum class Kind { kHost, kHostCalls, kCuda, kCudaCalls, kHip };
@@ -206,16 +202,6 @@ inline std::vector<std::byte> contents(Buffer& buffer) {
   std::vector<std::byte> bytes(buffer.size());
   EXPECT_EQ(must(buffer.read(0, bytes)), bytes.size());
   return bytes;
-}
-
-// True once `condition` is, within a time that only a hang exceeds.
-inline bool soon(const std::function<bool()>& condition) {
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(1ms);
-  }
-  return true;
 }
 
 }  // namespace gpufs::async_test

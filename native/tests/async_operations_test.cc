@@ -1,10 +1,8 @@
 // Operations on streams: their order, their late numbers, how they end, and what becomes of those that are outstanding.
 
-#include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include <array>
-#include <mutex>
 #include <random>
 
 #include "async_fixture.h"

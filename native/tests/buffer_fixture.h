@@ -16,22 +16,19 @@
 #include "faulty_driver.h"
 #include "memory/buffer.h"
 #include "memory/slab_pool.h"
+#include "results.h"
 
 namespace gpufs::testing {
 
 inline std::vector<std::byte> contents(Buffer& buffer, std::uint64_t offset, std::size_t bytes) {
   std::vector<std::byte> data(bytes, std::byte{0xee});
-  const Result<std::size_t> count = buffer.read(offset, data);
-  EXPECT_TRUE(count.ok()) << count.status().message();
-  data.resize(count.ok() ? count.value() : 0);
+  data.resize(must(buffer.read(offset, data)));
   return data;
 }
 inline std::vector<std::byte> contents(Buffer& buffer) { return contents(buffer, 0, buffer.size()); }
 
 inline void write(Buffer& buffer, std::uint64_t offset, std::span<const std::byte> data) {
-  const Result<std::size_t> count = buffer.write(offset, data);
-  ASSERT_TRUE(count.ok()) << count.status().message();
-  ASSERT_EQ(count.value(), data.size());
+  ASSERT_EQ(must(buffer.write(offset, data)), data.size());
 }
 
 class BufferFixture : public ::testing::Test {
@@ -40,21 +37,13 @@ class BufferFixture : public ::testing::Test {
     driver = make_faulty_driver(plan, memory_bytes, devices);
     ASSERT_NE(driver, nullptr);
     for (int index = 0; index < devices; ++index) {
-      Result<std::shared_ptr<DeviceContext>> made = DeviceContext::create(driver, static_cast<std::size_t>(index));
-      ASSERT_TRUE(made.ok()) << made.status().message();
-      contexts.push_back(made.take());
-      if (slab_file_bytes > 0) {
-        Result<std::shared_ptr<SlabPool>> slabs = SlabPool::create(*contexts.back(), slab_file_bytes);
-        ASSERT_TRUE(slabs.ok()) << slabs.status().message();
-        contexts.back()->set_slabs(slabs.take());
-      }
+      contexts.push_back(must(DeviceContext::create(driver, static_cast<std::size_t>(index))));
+      if (slab_file_bytes > 0) contexts.back()->set_slabs(must(SlabPool::create(*contexts.back(), slab_file_bytes)));
     }
   }
 
   std::shared_ptr<Buffer> make(std::size_t device = 0, bool preallocates = false) {
-    Result<std::shared_ptr<Buffer>> made = Buffer::create(contexts.at(device), preallocates);
-    EXPECT_TRUE(made.ok());
-    return made.take();
+    return must(Buffer::create(contexts.at(device), preallocates));
   }
 
   // Without what the device has as soon as it is needed: slabs that are kept without files.

@@ -9,7 +9,6 @@
 #include <functional>
 #include <random>
 #include <thread>
-#include <vector>
 
 #include "base/thread.h"
 #include "buffer_fixture.h"
@@ -78,12 +77,10 @@ TEST_F(BufferPreallocationTest, OnlyWhenRequestedAndReleasable) {
   grow(*exact, 8);
   const auto used_here = grown(8);
   EXPECT_GT(preallocated(*used_here), 0U);
-  const auto local = used_here->lease(false, false, "");
-  ASSERT_TRUE(local.ok()) << local.status().message();
+  const auto local = must(used_here->lease(false, false, ""));
   grow(*used_here, 12);
   const auto exported = grown(8);
-  const auto lease = exported->lease(false, true, "");
-  ASSERT_TRUE(lease.ok()) << lease.status().message();
+  const auto lease = must(exported->lease(false, true, ""));
   grow(*exported, 12);
   EXPECT_EQ(used(), 32 * kGranule);
 }
@@ -192,8 +189,7 @@ TEST_F(BufferPreallocationTest, AStalledUserKeepsOnlyItsOwnFile) {
   const std::uint64_t kept = preallocated(*stalled);
   ASSERT_GT(kept, 0U);
   const auto filler = fill_device(256 * kMiB);
-  auto pin = stalled->pin_for_read(0, kMiB);
-  ASSERT_TRUE(pin.ok());
+  auto pin = must(stalled->pin_for_read(0, kMiB));
   const auto late = make();
   write(*late, 0, block(0));
   EXPECT_EQ(preallocated(*idle), 0U);
@@ -209,7 +205,7 @@ TEST_F(BufferPreallocationTest, AStalledUserKeepsOnlyItsOwnFile) {
   std::thread punching([&] { EXPECT_TRUE(stalled->punch(0, kGranule).ok()); });
   while (!would_wait(*stalled)) std::this_thread::yield();
   EXPECT_FALSE(stalled->trim(kNoPatience));
-  pin.value() = {};
+  pin = {};
   punching.join();
   write(*late, kGranule, block(1));
   write(*late, 2 * kGranule, block(2));

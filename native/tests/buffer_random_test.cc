@@ -8,15 +8,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <optional>
 #include <random>
-#include <string>
 #include <vector>
 
 #include "bytes.h"

@@ -1,19 +1,14 @@
 // Buffer: sizes, holes, growth, limits, addresses, exports, copies, pins.
 
-#include "memory/buffer.h"
-
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <future>
-#include <memory>
 #include <thread>
 
 #include "buffer_fixture.h"

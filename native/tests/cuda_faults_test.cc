@@ -1,8 +1,7 @@
 // What only the CUDA driver has: the library and attributes of devices. gpu_faults_test.cc has what it shares with HIP.
 #include <cerrno>
-#include <string>
 
-#include "cuda_test_support.h"
+#include "fake_vendors.h"
 
 namespace gpufs::cuda_test {
 namespace {

@@ -6,13 +6,9 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <vector>
 
-#include "cuda_test_support.h"
 #include "fake_cufile/fake_cufile.h"
+#include "fake_vendors.h"
 #include "fastpath_fixture.h"
 #include "io/cufile.h"
 

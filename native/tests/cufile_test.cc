@@ -1,13 +1,9 @@
 // What only cuFile has: when it is used at all, for which files, and what is made of its answers. What it shares with
 // other vendors: fastpath_test.cc.
 
-#include "io/cufile.h"
-
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <cerrno>
-#include <memory>
 #include <string>
 
 #include "cufile_fixture.h"

@@ -4,20 +4,17 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <future>
 #include <optional>
 #include <thread>
 
 #include "bytes.h"
-#include "cuda_test_support.h"
 #include "device/pools.h"
-#include "hip_test_support.h"
+#include "fake_vendors.h"
 #include "streams.h"
 
 namespace gpufs::gpu_test {

@@ -7,13 +7,9 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <span>
 #include <vector>
 
-#include "bytes.h"
-#include "drivers/driver.h"
 #include "fake_gpu/fake_gpu.h"
 #include "gpu_test_support.h"
 
@@ -50,9 +46,7 @@ class FakeGpu : public ::testing::Test {
   Device& open(const FakeGpuSetup& setup = {}, const DriverOptions& options = {}) {
     setup_ = setup;
     control_.reset(&setup_);
-    Result<std::unique_ptr<Driver>> driver = open_driver(options);
-    EXPECT_TRUE(driver.ok()) << driver.status().message();
-    if (driver.ok()) driver_ = driver.take();
+    driver_ = must(open_driver(options));
     return *driver_->devices().at(0);
   }
   Device& device(std::size_t index = 0) { return *driver_->devices().at(index); }

@@ -1,15 +1,5 @@
-// Transfers over the host's memory, which the CPU addresses or not, and a door at which reads and writes wait.
+// Transfers over the host's memory, which the CPU addresses or not.
 #pragma once
-
-#include <condition_variable>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <mutex>
-#include <set>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "bytes.h"
 #include "faulty_driver.h"
@@ -66,37 +56,6 @@ class FakeRig : public RigPlan, public TransferRig {
 class EitherWay : public ::testing::TestWithParam<bool> {
  public:
   static std::string name(const ::testing::TestParamInfo<bool>& param) { return param.param ? "Straight" : "Bounced"; }
-};
-
-// A door at which reads or writes wait.
-class Door {
- public:
-  void pass() {
-    std::unique_lock lock(mutex_);
-    ++waiting_;
-    changed_.notify_all();
-    changed_.wait(lock, [&] { return open_; });
-    --waiting_;
-  }
-  void open() {
-    const std::lock_guard lock(mutex_);
-    open_ = true;
-    changed_.notify_all();
-  }
-  void await(int count) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return waiting_ >= count; });
-  }
-  int waiting() {
-    const std::lock_guard lock(mutex_);
-    return waiting_;
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool open_ = false;
-  int waiting_ = 0;
 };
 
 }  // namespace gpufs::testing

@@ -1,4 +1,4 @@
-// Both vendors' fake libraries, for tests that run over each of them.
+// Both vendors' drivers over the fake libraries, and tests that run over each of them.
 // Owned by the tests that include it.
 // One thread, except where a test starts more.
 #pragma once
@@ -6,12 +6,60 @@
 #include <gtest/gtest.h>
 
 #include <array>
-#include <cstddef>
 #include <memory>
 #include <string>
 
-#include "cuda_test_support.h"
-#include "hip_test_support.h"
+#include "drivers/cuda/cuda_driver.h"
+#include "drivers/hip/hip_driver.h"
+#include "fake_cuda/fake_cuda.h"
+#include "fake_gpu_fixture.h"
+#include "fake_hip/fake_hip.h"
+#include "fake_libraries.h"
+
+namespace gpufs::cuda_test {
+
+using namespace gpufs::gpu_test;
+
+inline const FakeCudaControl& fake() {
+  static const auto& control = control_of<FakeCudaControl>(GPUFS_FAKE_CUDA, "fake_cuda_control");
+  return control;
+}
+inline FakeGpuState fake_state() { return state_of(fake()); }
+
+inline Result<std::unique_ptr<Driver>> open_fake(const DriverOptions& options = {}) {
+  return open_cuda_driver(options, GPUFS_FAKE_CUDA);
+}
+
+class FakeCuda : public FakeGpu {
+ protected:
+  FakeCuda() : FakeGpu(fake(), open_fake) {}
+};
+
+}  // namespace gpufs::cuda_test
+
+namespace gpufs::hip_test {
+
+using namespace gpufs::gpu_test;
+
+inline const FakeHipControl& control_of(const char* library) {
+  return gpu_test::control_of<FakeHipControl>(library, "fake_hip_control");
+}
+inline const FakeHipControl& fake() {
+  static const FakeHipControl& control = control_of(GPUFS_FAKE_HIP);
+  return control;
+}
+inline FakeGpuState fake_state() { return state_of(fake()); }
+
+inline Result<std::unique_ptr<Driver>> open_fake(const DriverOptions& options = {}) {
+  return open_hip_driver(options, {GPUFS_FAKE_HIP});
+}
+
+class FakeHip : public FakeGpu {
+ protected:
+  FakeHip() : FakeGpu(fake(), open_fake) {}
+};
+
+}  // namespace gpufs::hip_test
 
 namespace gpufs::gpu_test {
 

@@ -5,17 +5,8 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <utility>
-#include <vector>
-
 #include "fake_gpu_fixture.h"
-#include "gpu_test_support.h"
 #include "io/fastpath.h"
-#include "memory/buffer.h"
 #include "transfer_rig.h"
 
 namespace gpufs::gpu_test {

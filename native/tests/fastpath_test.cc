@@ -1,17 +1,12 @@
 // Transfers by the vendors' fastpaths, over the fakes of their libraries: which calls are made, with what, and what
 // becomes of a transfer when they fail. What only one vendor has: cufile_test.cc, hip_file_test.cc.
 
-#include "io/fastpath.h"
-
 #include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
-#include <memory>
 #include <string>
-#include <vector>
 
 #include "cufile_fixture.h"
 #include "hip_file_fixture.h"

@@ -79,25 +79,22 @@ class FaultyMemory : public DeviceMemory {
     if (plan_->on_free) plan_->on_free();
     --plan_->memories;
   }
-  using DeviceMemory::reserve;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const Extent> populated) override {
     return plan_->reserve.next("reserve", [&] { return inner_->reserve(bytes, populated); });
   }
-  using DeviceMemory::populate;
-  Status populate(std::span<const Extent> spans, Wait wait) override {
+  Status populate_all(std::span<const Extent> spans, Wait wait) override {
     for (std::size_t i = 0; i < spans.size(); ++i) {
       Status status = plan_->populate.next("populate");
       if (status.ok()) status = inner_->populate(spans[i].offset, spans[i].bytes, wait);
       if (status.ok()) continue;
-      inner_->release(spans.first(i));
+      inner_->release_all(spans.first(i));
       return status;
     }
     return {};
   }
-  using DeviceMemory::release;
-  void release(std::span<const Extent> spans) override {
+  void release_all(std::span<const Extent> spans) override {
     if (plan_->on_release) plan_->on_release();
-    inner_->release(spans);
+    inner_->release_all(spans);
   }
   [[nodiscard]] Extent release_span(std::uint64_t offset, std::uint64_t bytes) override {
     if (plan_->span == 0) return {offset, bytes};
@@ -180,7 +177,6 @@ class FaultyDevice : public Device {
     info_.cpu_addressable = plan_->cpu_addressable;
   }
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
-  using Device::memory;
   Result<MemoryInfo> memory(Wait wait) override { return inner_->memory(wait); }
   Status bind_thread() override { return {}; }
   Status health() override { return {}; }

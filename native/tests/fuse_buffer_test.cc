@@ -101,7 +101,7 @@ TEST_F(BufferOperationsTest, ACopyDelaysNoOtherRequestAndKeepsItsFiles) {
   add_two(1 << 20);
   copies.close();
   const std::uint64_t copy = send_copy(1 << 20);
-  ASSERT_TRUE(copies.wait_for_visitors(1));
+  ASSERT_TRUE(copies.await(1));
   EXPECT_EQ(kernel->read(2, from, 0, 10).body.size(), 10U);
   for (const std::uint64_t fh : {from, to}) ASSERT_TRUE(table->release(fh).ok());
   for (const std::uint64_t ino : {2, 3}) {
@@ -111,7 +111,7 @@ TEST_F(BufferOperationsTest, ACopyDelaysNoOtherRequestAndKeepsItsFiles) {
   EXPECT_EQ(held(), 2 * kGranule);  // what is being used is not freed
   copies.open();
   EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, 1U << 20);
-  EXPECT_TRUE(eventually([&] { return held() == 0; }));
+  EXPECT_TRUE(soon([&] { return held() == 0; }));
 }
 
 TEST_F(BufferOperationsTest, InterruptOfARunningCopyGivesTheBytesDone) {
@@ -119,9 +119,9 @@ TEST_F(BufferOperationsTest, InterruptOfARunningCopyGivesTheBytesDone) {
   add_two(kChunk + 1000);
   copies.close();
   const std::uint64_t copy = send_copy(kChunk + 1000);
-  ASSERT_TRUE(copies.wait_for_visitors(1));
+  ASSERT_TRUE(copies.await(1));
   kernel->interrupt(copy);
-  EXPECT_TRUE(eventually([&] { return counted().interrupts_cancelled == 1; }));
+  EXPECT_TRUE(soon([&] { return counted().interrupts_cancelled == 1; }));
   copies.open();
   EXPECT_EQ(kernel->wait(copy).as<fuse_write_out>().size, kChunk);
   EXPECT_FALSE(kernel->receive(kQuiet));  // an INTERRUPT has no reply
@@ -134,10 +134,10 @@ TEST_F(BufferOperationsTest, AnInterruptThatComesBeforeItsRequestIsRepeated) {
   std::vector<std::uint64_t> sent;
   for (std::uint64_t i = 0; i < 4; ++i)
     sent.push_back(kernel->send(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 100, 0, i * 100)));
-  ASSERT_TRUE(copies.wait_for_visitors(4));
+  ASSERT_TRUE(copies.await(4));
   const std::uint64_t unique = kernel->next_unique();
   kernel->interrupt(unique);
-  ASSERT_TRUE(eventually([&] { return counted().interrupts_early == 1; }));
+  ASSERT_TRUE(soon([&] { return counted().interrupts_early == 1; }));
   kernel->send_raw(FakeKernel::message(FUSE_COPY_FILE_RANGE, unique, 2, copy_body(from, to, 100, 0, 400)));
   EXPECT_EQ(kernel->wait(unique).error(), EINTR);
   copies.open();
@@ -153,7 +153,7 @@ TEST_F(BufferOperationsTest, AnInterruptEndsAQueuedRequest) {
   // Each has its own part of the file: what programs write to the same bytes at once is theirs to order.
   for (std::uint64_t i = 0; i < kCopies; ++i)
     sent.push_back(kernel->send(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, kBytes, 0, i * kBytes)));
-  ASSERT_TRUE(copies.wait_for_visitors(4));  // as many as one file may have
+  ASSERT_TRUE(copies.await(4));  // as many as one file may have
   kernel->interrupt(sent.back());
   EXPECT_EQ(kernel->wait(sent.back()).error(), EINTR);
   copies.open();

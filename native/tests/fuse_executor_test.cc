@@ -5,9 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <memory>
-#include <optional>
-#include <thread>
 
 #include "fuse_fakes.h"
 #include "no_more_threads.h"
@@ -22,55 +19,52 @@ TEST(ExecutorTest, ThrowingJobsDoNotEndTheWorker) {
   std::atomic<bool> after{false};
   executor.submit(kFirst, nullptr, 1, [](int, Cancellation&) { throw std::bad_alloc(); });
   executor.submit(kFirst, nullptr, 2, [&](int, Cancellation&) { after = true; });
-  EXPECT_TRUE(eventually([&] { return after.load(); }));
+  EXPECT_TRUE(soon([&] { return after.load(); }));
 }
 
 TEST(ExecutorTest, JobsOnOneSubjectDoNotFillTheirLane) {
-  Gate gate;
+  Door door;
   Executor executor(Executor::Limits{.buffers = 3, .same_subject = 2});
-  gate.close();
   const int subject = 0;
-  for (std::uint64_t i = 0; i < 10; ++i) executor.submit(kFirst, &subject, i, [&](int, Cancellation&) { gate.pass(); });
-  ASSERT_TRUE(gate.wait_for_visitors(2));
+  for (std::uint64_t i = 0; i < 10; ++i) executor.submit(kFirst, &subject, i, [&](int, Cancellation&) { door.pass(); });
+  ASSERT_TRUE(door.await(2));
   std::atomic<bool> other{false};
   executor.submit(kFirst, &other, 10, [&](int, Cancellation&) { other = true; });
-  EXPECT_TRUE(eventually([&] { return other.load(); }));
-  gate.open();
+  EXPECT_TRUE(soon([&] { return other.load(); }));
+  door.open();
 }
 
 TEST(ExecutorTest, AJobThatIsCancelledWhileItRunsIsNotParked) {
-  Gate gate;
+  Door door;
   Executor executor(Executor::Limits{});
-  gate.close();
   std::atomic<int> refused{0};
   executor.submit(kFirst, nullptr, 1, [&](int refusal, Cancellation&) -> std::optional<Executor::TimePoint> {
     refused = refusal;
     if (refusal != 0) return std::nullopt;
-    gate.pass();
+    door.pass();
     return std::chrono::steady_clock::now() + kPatience;
   });
-  ASSERT_TRUE(gate.wait_for_visitors(1));
+  ASSERT_TRUE(door.await(1));
   EXPECT_EQ(executor.cancel(1), Executor::Cancelled::kRunning);
-  gate.open();
-  EXPECT_TRUE(eventually([&] { return refused == EINTR; }));
+  door.open();
+  EXPECT_TRUE(soon([&] { return refused == EINTR; }));
 }
 
 TEST(ExecutorTest, JobsThatHangLeaveAThreadToOthers) {
-  Gate gate;
+  Door door;
   Executor executor(Executor::Limits{});
   ASSERT_TRUE(executor.start().ok());
   const testing::NoMoreThreads none;
-  gate.close();
   for (std::uint64_t i = 1; i <= 4; ++i) {
     executor.submit({Executor::Lane::Kind::kFiles, -1, i}, nullptr, i, [&](int refusal, Cancellation&) {
-      if (refusal == 0) gate.pass();
+      if (refusal == 0) door.pass();
     });
   }
-  ASSERT_TRUE(gate.wait_for_visitors(1));
+  ASSERT_TRUE(door.await(1));
   std::atomic<bool> other{false};
   executor.submit(kFirst, nullptr, 9, [&](int, Cancellation&) { other = true; });
-  EXPECT_TRUE(eventually([&] { return other.load(); }));
-  gate.open();
+  EXPECT_TRUE(soon([&] { return other.load(); }));
+  door.open();
   EXPECT_EQ(executor.stop(kPatience), 0U);
 }
 
@@ -84,7 +78,7 @@ TEST(ExecutorTest, TimersRunAtTheirTimesUntilTheyEnd) {
     if (++runs == 3) return std::nullopt;
     return std::chrono::steady_clock::now() + 1ms;
   });
-  EXPECT_TRUE(eventually([&] { return runs == 3; }));
+  EXPECT_TRUE(soon([&] { return runs == 3; }));
   std::atomic<int> refused{0};
   executor.submit_at(start + kPatience, [&](int refusal, Cancellation&) { refused = refusal; });
   executor.stop(0ms);

@@ -11,20 +11,14 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
-#include <string>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -36,12 +30,13 @@
 #include "fuse/mount.h"
 #include "fuse/protocol.h"
 #include "fuse/relay.h"
+#include "results.h"
+#include "waiting.h"
 
 namespace gpufs::fuse {
 
 using namespace std::chrono_literals;
 
-inline constexpr auto kPatience = 60s;      // for what must come, which only a hang exceeds
 inline constexpr auto kQuiet = 100ms;       // for what must not
 constexpr std::uint64_t kInterruptBit = 1;  // of the number of an INTERRUPT, which else is its request's
 
@@ -65,7 +60,10 @@ Bytes bytes_of(const T& value) {
   return bytes;
 }
 
+using testing::Door;
+using testing::kPatience;
 using testing::pattern;
+using testing::soon;
 
 inline bool readable(int fd, std::chrono::milliseconds timeout) {
   pollfd waiting{fd, POLLIN, 0};
@@ -90,49 +88,6 @@ inline Bytes receive_message(int fd) {
   message.resize(got > 0 ? static_cast<std::size_t>(got) : 0);
   return message;
 }
-
-template <typename Condition>
-bool eventually(Condition condition) {
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(1ms);
-  }
-  return true;
-}
-
-// Holds up a fake operation until it opens.
-class Gate {
- public:
-  void close() {
-    const std::lock_guard lock(mutex_);
-    open_ = false;
-  }
-  void open() {
-    {
-      const std::lock_guard lock(mutex_);
-      open_ = true;
-    }
-    changed_.notify_all();
-  }
-  void pass() {
-    std::unique_lock lock(mutex_);
-    ++waiting_;
-    changed_.notify_all();
-    changed_.wait(lock, [this] { return open_; });
-    --waiting_;
-  }
-  bool wait_for_visitors(int count) {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, kPatience, [&] { return waiting_ >= count; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool open_ = true;
-  int waiting_ = 0;
-};
 
 inline gpufs_attributes file_attributes(std::uint64_t ino, std::uint32_t mode = S_IFREG | 0644,
                                         std::int32_t device = 0) {
@@ -355,8 +310,8 @@ class DevicesTest : public ::testing::Test {
     return filler;
   }
 
-  Gate copies;  // between buffers
-  Gate frees;   // of a buffer's memory
+  Door copies{/*open=*/true};  // between buffers
+  Door frees{/*open=*/true};   // of a buffer's memory
   std::shared_ptr<testing::FaultPlan> plan = std::make_shared<testing::FaultPlan>();
   std::vector<std::shared_ptr<DeviceContext>> contexts;
 };
@@ -372,15 +327,11 @@ class MountTest : public DevicesTest {
   }
 
   void open(const MountOptions& options = {}) {
-    Result<RelayPair> device = make_relay_pair();
-    Result<RelayPair> relay = make_relay_pair();
-    ASSERT_TRUE(device.ok() && relay.ok());
-    kernel.emplace(std::move(device.value().control));
-    control.emplace(std::move(relay.value().control));
-    Result<std::shared_ptr<Mount>> created =
-        Mount::create(std::move(device.value().native), std::move(relay.value().native), contexts, options);
-    ASSERT_TRUE(created.ok()) << created.status().message();
-    mount = created.take();
+    RelayPair device = testing::must(make_relay_pair());
+    RelayPair relay = testing::must(make_relay_pair());
+    kernel.emplace(std::move(device.control));
+    control.emplace(std::move(relay.control));
+    mount = testing::must(Mount::create(std::move(device.native), std::move(relay.native), contexts, options));
     table = &mount->table();
     ASSERT_TRUE(mount->start().ok());
   }
@@ -413,9 +364,7 @@ class MountTest : public DevicesTest {
   }
   void unlink_file(std::uint64_t ino) { EXPECT_TRUE(table->set_links(table->find(ino), 0).ok()); }
   std::uint64_t open_file(std::uint64_t ino, int flags = O_RDWR) {
-    Result<std::uint64_t> fh = table->open(table->find(ino), flags);
-    EXPECT_TRUE(fh.ok());
-    return fh.ok() ? fh.value() : 0;
+    return testing::must(table->open(table->find(ino), flags));
   }
   bool ended(std::chrono::milliseconds timeout) { return readable(mount->ended_fd(), timeout); }
   observe::EngineCounters& counted() { return contexts[0]->counters().region().counters(); }

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <array>
-#include <string_view>
 
 #include "fuse_fakes.h"
 

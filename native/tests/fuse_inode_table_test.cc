@@ -40,12 +40,12 @@ TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
 
   frees.close();
   ASSERT_TRUE(table.forget(2, 1));  // returns although freeing takes long
-  EXPECT_TRUE(frees.wait_for_visitors(1));
+  EXPECT_TRUE(frees.await(1));
   EXPECT_EQ(contexts[0]->releases().expected_bytes(), 3 * kGranule);
   const std::uint64_t seen = contexts[0]->releases().count();
   frees.open();
   contexts[0]->releases().wait_for_next(seen, std::chrono::steady_clock::now() + kPatience);
-  EXPECT_TRUE(eventually([&] { return table.counts().orphans == 0; }));
+  EXPECT_TRUE(soon([&] { return table.counts().orphans == 0; }));
   EXPECT_EQ(contexts[0]->releases().expected_bytes(), 0U);
   EXPECT_EQ(table.counts().orphans, 0U);
 }
@@ -80,9 +80,9 @@ TEST_F(InodeTableTest, ManyThreads) {
     static_cast<void>(table.set_links(inode, 0));
     table.remove_if_unused(inode);
   }
-  EXPECT_TRUE(eventually([&] { return held() == 0; }));
+  EXPECT_TRUE(soon([&] { return held() == 0; }));
   EXPECT_EQ(table.counts().files, 0U);
-  EXPECT_TRUE(eventually([&] { return table.counts().orphan_bytes == 0; }));
+  EXPECT_TRUE(soon([&] { return table.counts().orphan_bytes == 0; }));
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 #include <linux/fs.h>
-#include <sys/socket.h>
 #include <sys/xattr.h>
 
 #include "fuse_fakes.h"
@@ -86,7 +85,7 @@ TEST_F(NamesTest, CreateOpensWithOneReference) {
   kernel->send(FUSE_BATCH_FORGET, 0, forgotten);
   EXPECT_EQ(kernel->call(FUSE_GETATTR, entry.nodeid, bytes_of(fuse_getattr_in{})).error(), 0);
   kernel->send(FUSE_FORGET, entry.nodeid, bytes_of(fuse_forget_in{1}));
-  EXPECT_TRUE(eventually([&] { return table->find(entry.nodeid) == nullptr; }));
+  EXPECT_TRUE(soon([&] { return table->find(entry.nodeid) == nullptr; }));
   EXPECT_FALSE(control->receive(kQuiet));
 }
 
@@ -317,17 +316,16 @@ TEST_F(SentAgainTest, OneBadRecordOfAnyKindLosesNothingElse) {
       options.kept = std::make_shared<KeptMemory>(options.journal, keeper.get(), std::vector<KeptMemory::Held>{});
       RelayPair device = make_relay_pair().take();
       RelayPair relay = make_relay_pair().take();
-      const Result<std::shared_ptr<Mount>> restored =
-          Mount::create(std::move(device.native), std::move(relay.native), contexts, options);
-      ASSERT_TRUE(restored.ok()) << restored.status().message();
-      Namespace& names = restored.value()->names();
+      const auto restored =
+          testing::must(Mount::create(std::move(device.native), std::move(relay.native), contexts, options));
+      Namespace& names = restored->names();
       std::size_t named = 0;
-      for (const std::shared_ptr<Inode>& inode : restored.value()->table().all()) {
+      for (const std::shared_ptr<Inode>& inode : restored->table().all()) {
         const std::optional<std::string> path = names.path_of(*inode);
         if (path && names.find(*path) == inode) ++named;
       }
       EXPECT_GE(named, inodes - 2);  // one has no name
-      restored.value()->close();
+      restored->close();
     }
   }
 }

@@ -113,7 +113,7 @@ TEST_F(RelayTest, ATruncatedBatchOfForgetsIsDropped) {
   append(body, fuse_forget_one{1, 1});
   kernel->send(FUSE_BATCH_FORGET, 0, body);
   EXPECT_FALSE(control->receive(kQuiet));
-  EXPECT_TRUE(eventually([&] { return counted().bad_requests == 1; }));
+  EXPECT_TRUE(soon([&] { return counted().bad_requests == 1; }));
 }
 
 TEST_F(RelayTest, ARequestThatIsAnsweredSoonIsNotInterrupted) {
@@ -266,7 +266,7 @@ TEST_F(RelayTest, ABusyControlPlaneDelaysNoNativeRequest) {
 
 TEST_F(RelayTest, ClosingWhileTheControlPlaneIsBusy) {
   for (unsigned i = 0; i < 200; ++i) kernel->send(FUSE_SETXATTR, 5, Bytes(60'000));
-  ASSERT_TRUE(eventually([&] { return counted().relay_overflows > 0; }));
+  ASSERT_TRUE(soon([&] { return counted().relay_overflows > 0; }));
   mount->close();  // must not wait for it
   for (unsigned i = 0; i < 200; ++i) {
     std::optional<Reply> reply = kernel->receive(kQuiet);
@@ -292,11 +292,11 @@ TEST_F(RelayTest, TheControlPlaneEnds) {
   fuse_release_in release{};
   release.fh = fh;
   EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(release)).error(), 0);
-  EXPECT_TRUE(eventually([&] { return table->counts().files == 0; }));     // another reader may have the FORGET
+  EXPECT_TRUE(soon([&] { return table->counts().files == 0; }));           // another reader may have the FORGET
   EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(release)).error(), 0);  // as one that is sent again
   release.fh = backing;
   EXPECT_EQ(kernel->call(FUSE_RELEASE, 2, bytes_of(release)).error(), 0);
-  EXPECT_TRUE(eventually([&] { return mount->backing_files().size() == 0; }));
+  EXPECT_TRUE(soon([&] { return mount->backing_files().size() == 0; }));
   EXPECT_FALSE(ended(kQuiet));  // the connection has not ended
 }
 
@@ -316,7 +316,7 @@ TEST_F(RelayTest, ClosingAnswersPendingRequests) {
   // Each has its own part of the file: what programs write to the same bytes at once is theirs to order.
   for (std::uint64_t i = 0; i < 8; ++i) kernel->send(FUSE_COPY_FILE_RANGE, 2, copy_body(from, to, 100, 0, i * 100));
   const std::uint64_t lookup = kernel->send(FUSE_LOOKUP, 1, name());
-  ASSERT_TRUE(copies.wait_for_visitors(4));
+  ASSERT_TRUE(copies.await(4));
   control->expect(FUSE_LOOKUP);
   std::thread opener([&] {
     EXPECT_EQ(kernel->wait(lookup).error(), ENOTCONN);
@@ -395,9 +395,8 @@ TEST_F(RelayTest, ConfusedMessages) {
   stop = true;
   answers.join();
   // The file is served as before; the handle may have been closed by a RELEASE among them.
-  const Result<std::uint64_t> again = table->open(table->find(2), O_RDWR);
-  ASSERT_TRUE(again.ok());
-  EXPECT_EQ(kernel->read(2, again.value(), 0, 0).error(), 0);
+  const auto again = testing::must(table->open(table->find(2), O_RDWR));
+  EXPECT_EQ(kernel->read(2, again, 0, 0).error(), 0);
 }
 
 }  // namespace

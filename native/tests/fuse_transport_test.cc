@@ -17,7 +17,7 @@ class CountingHandler : public RequestHandler {
       const std::lock_guard lock(mutex);
       threads.insert(std::this_thread::get_id());
     }
-    gate.pass();
+    door.pass();
     Responder(*transport, request.header.unique, request.header.opcode).ok();
   }
   void connection_ended() override { ++ends; }
@@ -29,7 +29,7 @@ class CountingHandler : public RequestHandler {
 
   std::mutex mutex;
   std::set<std::thread::id> threads;
-  Gate gate;
+  Door door{/*open=*/true};
   std::atomic<int> ends{0};
   Transport* transport = nullptr;
   observe::EngineCounters counters;
@@ -49,7 +49,7 @@ class TransportTest : public ::testing::Test {
     transport->initialized();
   }
   void TearDown() override {
-    handler.gate.open();
+    handler.door.open();
     if (transport) transport->stop();
   }
 
@@ -62,7 +62,7 @@ TEST_F(TransportTest, WithoutTrafficNoReaderSpins) {
   if (usable_cpus(-1) < 2) GTEST_SKIP() << "readers spin only with two CPUs";
   start(8, std::chrono::milliseconds(20));
   for (int i = 0; i < 20; ++i) kernel->call(FUSE_LOOKUP, 1, Bytes(10));
-  EXPECT_TRUE(eventually([&] {
+  EXPECT_TRUE(soon([&] {
     const std::uint64_t spins = handler.counters.reader_spins;
     std::this_thread::sleep_for(std::chrono::milliseconds(500));
     return handler.counters.reader_spins == spins;
@@ -80,14 +80,14 @@ TEST_F(TransportTest, StopsWhileAReaderSpins) {
 
 TEST_F(TransportTest, ABusyReaderDelaysNoOtherRequest) {
   start(4);
-  handler.gate.close();
+  handler.door.close();
   std::vector<std::uint64_t> uniques;
   for (int i = 0; i < 4; ++i) uniques.push_back(kernel->send(FUSE_LOOKUP, 1, Bytes(10)));
-  EXPECT_TRUE(handler.gate.wait_for_visitors(4));
+  EXPECT_TRUE(handler.door.await(4));
   EXPECT_EQ(handler.served_by(), 4U);
   uniques.push_back(kernel->send(FUSE_LOOKUP, 1, Bytes(10)));  // beyond the limit: has to wait
   EXPECT_FALSE(kernel->receive(kQuiet));
-  handler.gate.open();
+  handler.door.open();
   for (const std::uint64_t unique : uniques) EXPECT_EQ(kernel->wait(unique).error(), 0);
 }
 

@@ -1,8 +1,6 @@
 // Failures of a GPU's driver, planned through the fake of its vendor's library: the right errno and text, everything
 // unchanged, nothing left open.
-#include <array>
 #include <cerrno>
-#include <string>
 #include <thread>
 #include <vector>
 

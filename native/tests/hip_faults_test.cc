@@ -6,13 +6,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
-#include <functional>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include "drivers/hip/hip_api.h"
-#include "hip_test_support.h"
+#include "fake_vendors.h"
 
 namespace gpufs::hip_test {
 namespace {

@@ -6,12 +6,10 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
+#include "fake_vendors.h"
 #include "fastpath_fixture.h"
-#include "hip_test_support.h"
-#include "io/fastpath.h"
 
 namespace gpufs::hip_test {
 

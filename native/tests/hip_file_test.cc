@@ -7,11 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "drivers/hip/hip_api.h"
 #include "hip_file_fixture.h"

@@ -21,6 +21,7 @@
 #include "bytes.h"
 #include "drivers/driver.h"
 #include "drivers/host/host_memory.h"
+#include "results.h"
 
 namespace gpufs {
 namespace {
@@ -30,11 +31,7 @@ using testing::kMiB;
 
 class HostDriverTest : public ::testing::Test {
  protected:
-  void open(std::uint64_t memory, int devices = 1) {
-    Result<std::unique_ptr<Driver>> opened = open_driver("host", {devices, memory});
-    ASSERT_TRUE(opened.ok()) << opened.status().message();
-    driver = opened.take();
-  }
+  void open(std::uint64_t memory, int devices = 1) { driver = testing::must(open_driver("host", {devices, memory})); }
   Device& device(std::size_t index = 0) { return *driver->devices()[index]; }
   std::uint64_t free_bytes(std::size_t index = 0) { return device(index).memory().value().free_bytes; }
   static char* at(const std::shared_ptr<AddressRange>& range, std::uint64_t offset) {

@@ -4,14 +4,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <map>
-#include <memory>
 #include <random>
 #include <thread>
 #include <utility>
@@ -19,10 +17,10 @@
 
 #include "base/extents.h"
 #include "base/math.h"
-#include "cuda_test_support.h"
 #include "drivers/gpu/gpu_device.h"
 #include "drivers/gpu/host_tier_pool.h"
 #include "drivers/gpu/virtual_memory.h"
+#include "fake_vendors.h"
 
 namespace gpufs::cuda_test {
 namespace {
@@ -377,7 +375,7 @@ class HostTierPoolRandomTest : public HostTierPoolTest {
     std::uint64_t bytes = 0;
     for (const Extent& span : spans) bytes += span.bytes;
     const std::uint64_t free = must(host().memory()).free_bytes;
-    const Status status = memory.memory->populate(spans, Wait::kAllowed);
+    const Status status = memory.memory->populate_all(spans, Wait::kAllowed);
     if (!status.ok()) {
       EXPECT_TRUE(faults_ || free < bytes) << status.message();
       return;
@@ -403,7 +401,7 @@ class HostTierPoolRandomTest : public HostTierPoolTest {
   }
 
   void release(Memory& memory, const Extents& spans) {
-    memory.memory->release(spans);
+    memory.memory->release_all(spans);
     for (const Extent& span : spans) {
       for (std::uint64_t at = span.offset; at < span.end(); at += kGranule) memory.granules.erase(at);
     }

@@ -3,13 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
-#include <memory>
-#include <span>
 #include <vector>
 
 #include "bytes.h"
-#include "cuda_test_support.h"
 #include "device/device_context.h"
+#include "fake_vendors.h"
 #include "io/copy_batches.h"
 
 namespace gpufs {

@@ -1,27 +1,19 @@
 // Every fault of a transfer, in both directions, on the host's memory and on a GPU's: the right errno and count, memory
 // and file changed exactly as far as the count says, nothing left open, and the next transfer works.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
-#include <memory>
 #include <mutex>
-#include <set>
 #include <span>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "bytes.h"
-#include "cuda_test_support.h"
 #include "drivers/cuda/cuda_api.h"
+#include "fake_vendors.h"
 #include "faulty_driver.h"
 #include "io/fastpath.h"
-#include "io/transfer_engine.h"
 #include "transfer_rig.h"
 
 namespace gpufs {

@@ -16,15 +16,14 @@
 #include <vector>
 
 #include "fake_transfer_rig.h"
+#include "results.h"
+#include "waiting.h"
 
 namespace gpufs {
 namespace {
 
 using namespace testing;
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
-
-constexpr milliseconds kPatience{60000};  // which only a hang exceeds
 
 // Threads that hung in its file and go on have left it. Before the engine ends, which waits no longer for such threads
 // than it must.
@@ -49,14 +48,13 @@ TEST_P(TransferEnds, CancelEndsAtTheNextPiece) {
     };
     rig.operations.on_read = slow;
     rig.operations.on_write = slow;
-    Result<std::shared_ptr<Transfer>> started = rig.engine->start(rig.request(direction));
-    ASSERT_TRUE(started.ok());
-    while (started.value()->progress().prefix < kChunk) std::this_thread::sleep_for(milliseconds(1));
-    started.value()->cancel();
-    started.value()->cancel();
+    auto started = must(rig.engine->start(rig.request(direction)));
+    while (started->progress().prefix < kChunk) std::this_thread::sleep_for(milliseconds(1));
+    started->cancel();
+    started->cancel();
     cancelled = true;
-    started.value()->wait();
-    const TransferProgress done = started.value()->progress();
+    started->wait();
+    const TransferProgress done = started->progress();
     EXPECT_EQ(done.status.error(), ECANCELED);
     EXPECT_GE(done.prefix, kChunk);
     EXPECT_LT(done.prefix, data.size());
@@ -77,12 +75,11 @@ TEST_P(TransferEnds, HungFileIsLeftBehind) {
     };
     rig.operations.on_read = hang;
     rig.operations.on_write = hang;
-    Result<std::shared_ptr<Transfer>> started = rig.engine->start(rig.request(direction));
-    ASSERT_TRUE(started.ok());
+    auto started = must(rig.engine->start(rig.request(direction)));
     door.await(3);
-    started.value()->cancel();
-    ASSERT_TRUE(started.value()->wait(kPatience));
-    const TransferProgress done = started.value()->progress();
+    started->cancel();
+    ASSERT_TRUE(started->wait(kPatience));
+    const TransferProgress done = started->progress();
     EXPECT_EQ(done.status.error(), ECANCELED);
     EXPECT_EQ(done.prefix, 2 * kChunk);
     EXPECT_EQ(rig.details(direction).abandoned, 1U);
@@ -93,13 +90,13 @@ TEST_P(TransferEnds, HungFileIsLeftBehind) {
       const std::vector<std::byte> own(data.size(), std::byte{0x11});
       rig.fill_buffer(own);
       door.open();
-      await_last(started.value());
+      await_last(started);
       rig.engine->shutdown();
       EXPECT_TRUE(rig.buffer_contents() == own);
     } else {
       ASSERT_TRUE(rig.buffer->resize(0).ok());
       door.open();
-      await_last(started.value());
+      await_last(started);
     }
   }
 }
@@ -113,21 +110,20 @@ TEST(Hanging, ShutdownLeavesThreadsBehind) {
   std::shared_ptr<Transfer> transfer;
   auto operations = std::make_shared<PlannedFileOps>();
   {
-    const auto device =
-        gpu_test::must(DeviceContext::create(make_faulty_driver(std::make_shared<FaultPlan>(), 64 * kMiB), 0));
-    const auto engine = gpu_test::must(TransferEngine::create(options, make_fastpath("none")));
+    const auto device = must(DeviceContext::create(make_faulty_driver(std::make_shared<FaultPlan>(), 64 * kMiB), 0));
+    const auto engine = must(TransferEngine::create(options, make_fastpath("none")));
     const UniqueFd fd = temporary_file();
     ASSERT_EQ(::posix_fallocate(fd.get(), 0, kMiB), 0);
     operations->on_read = [&](int, void*, std::size_t, std::uint64_t, ssize_t*) {
       door.pass();
       return false;
     };
-    BackingFacts facts = gpu_test::must(BackingFile::open(fd.get(), *operations))->facts();
+    BackingFacts facts = must(BackingFile::open(fd.get(), *operations))->facts();
     facts.may_hang = true;
     TransferRequest wanted;
     wanted.file = BackingFile::adopt(UniqueFd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 3)), UniqueFd(), facts, *operations);
-    wanted.target = gpu_test::must(Buffer::create(device));
-    transfer = gpu_test::must(engine->start(wanted));
+    wanted.target = must(Buffer::create(device));
+    transfer = must(engine->start(wanted));
     door.await(1);
     engine->shutdown();
     EXPECT_TRUE(transfer->wait(milliseconds(0)));
@@ -141,8 +137,7 @@ TEST(Hanging, ShutdownLeavesThreadsBehind) {
     const std::set<std::string> now = names_in("/proc/self/task");
     return std::includes(before.begin(), before.end(), now.begin(), now.end());
   };
-  for (int tries = 0; tries < 60000 && !all_ended(); ++tries) std::this_thread::sleep_for(milliseconds(1));
-  EXPECT_TRUE(all_ended());
+  EXPECT_TRUE(soon(all_ended));
   EXPECT_TRUE(watch.expired());
 }
 
@@ -159,7 +154,7 @@ class HungLoads {
     for (const std::uint64_t client : clients) {
       TransferRequest wanted = rig.load();
       wanted.client = client;
-      transfers_.push_back(gpu_test::must(rig.engine->start(wanted)));
+      transfers_.push_back(must(rig.engine->start(wanted)));
     }
     door_.await(2);
     std::this_thread::sleep_for(milliseconds(20));
@@ -193,7 +188,7 @@ TEST(Hanging, NeitherOneClientNorManyServersStopTheOthers) {
     for (std::uint64_t client = 0; client < 3; ++client) {
       TransferRequest wanted = rig.load();
       wanted.client = client;
-      const std::shared_ptr<Transfer> transfer = gpu_test::must(rig.engine->start(wanted));
+      const std::shared_ptr<Transfer> transfer = must(rig.engine->start(wanted));
       ASSERT_TRUE(transfer->wait(kPatience));
       EXPECT_EQ(transfer->progress().prefix, data.size());
     }
@@ -228,7 +223,7 @@ TEST(Hanging, ClosingFilesStopsNoOtherClient) {
       door->pass();
       file.reset();
     });
-    return gpu_test::must(rig.engine->start(wanted));
+    return must(rig.engine->start(wanted));
   };
   const Opener opener(*door);
   // As many as there are threads, whose last references are the threads'.
@@ -246,7 +241,7 @@ TEST(Hanging, ClosingFilesStopsNoOtherClient) {
   for (std::uint64_t client = 0; client < 3; ++client) {
     TransferRequest wanted = rig.load();
     wanted.client = client;
-    const std::shared_ptr<Transfer> transfer = gpu_test::must(rig.engine->start(wanted));
+    const std::shared_ptr<Transfer> transfer = must(rig.engine->start(wanted));
     ASSERT_TRUE(transfer->wait(kPatience));
     EXPECT_EQ(transfer->progress().prefix, data.size());
   }
@@ -272,12 +267,8 @@ TEST(Sharing, ManyTransfersTakeTurns) {
     transfers.push_back(rig.engine->start(wanted).take());
   }
   // Three threads and six clients: all have moved something long before the first comes to its last piece.
-  const auto end = Clock::now() + std::chrono::seconds(60);
   const auto moved = [](const std::shared_ptr<Transfer>& transfer) { return transfer->progress().moved > 0; };
-  while (!std::all_of(transfers.begin(), transfers.end(), moved) && Clock::now() < end) {
-    std::this_thread::sleep_for(milliseconds(5));
-  }
-  EXPECT_TRUE(std::all_of(transfers.begin(), transfers.end(), moved));
+  EXPECT_TRUE(soon([&] { return std::all_of(transfers.begin(), transfers.end(), moved); }));
   const auto done = [](const std::shared_ptr<Transfer>& transfer) {
     return transfer->progress().state == TransferState::kDone;
   };

@@ -18,6 +18,7 @@
 #include "base/math.h"
 #include "fake_transfer_rig.h"
 #include "memory/registered_buffer.h"
+#include "results.h"
 
 namespace gpufs {
 namespace {
@@ -46,11 +47,7 @@ class SparseFile {
   // Whether a byte of the file is in a page that was written.
   [[nodiscard]] bool data(std::uint64_t offset) const { return pages_[offset / kPageBytes]; }
   [[nodiscard]] std::uint64_t size() const { return size_; }
-  std::shared_ptr<BackingFile> open() {
-    Result<std::shared_ptr<BackingFile>> opened = BackingFile::open(fd_.get(), operations);
-    EXPECT_TRUE(opened.ok()) << opened.status().message();
-    return opened.take();
-  }
+  std::shared_ptr<BackingFile> open() { return must(BackingFile::open(fd_.get(), operations)); }
   PlannedFileOps operations;
 
  private:
@@ -62,9 +59,7 @@ class SparseFile {
 Extents search(SparseFile& file, HoleSearch wanted) {
   std::atomic<bool> cancelled{false};
   wanted.file_size = file.size();
-  Result<Extents> holes = holes_of(*file.open(), wanted, cancelled);
-  EXPECT_TRUE(holes.ok()) << holes.status().message();
-  return holes.take();
+  return must(holes_of(*file.open(), wanted, cancelled));
 }
 
 // Against the plain rule: no byte of data is left out; every granule of the target without data is.

@@ -8,15 +8,14 @@
 #include <cerrno>
 #include <chrono>
 #include <functional>
-#include <memory>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "buffer_fixture.h"
 #include "io/fastpath.h"
 #include "io/transfer_engine.h"
 #include "io_fakes.h"
+#include "waiting.h"
 
 namespace gpufs::testing {
 namespace {
@@ -34,9 +33,7 @@ class LoadMemoryTest : public BufferFixture {
     options.workers = 3;
     options.slots = 2;
     options.fastpath = FastpathMode::kOff;
-    Result<std::shared_ptr<TransferEngine>> made = TransferEngine::create(options, make_fastpath("none"));
-    ASSERT_TRUE(made.ok()) << made.status().message();
-    engine = made.take();
+    engine = must(TransferEngine::create(options, make_fastpath("none")));
     // Sparse: a mark in each granule is enough to distinguish them.
     std::string path = "/tmp/gpufs-load-memory-XXXXXX";
     fd = UniqueFd(::mkostemp(path.data(), O_CLOEXEC));
@@ -46,9 +43,7 @@ class LoadMemoryTest : public BufferFixture {
     for (std::uint64_t at = 0; at < kFileBytes; at += kGranule) {
       ASSERT_EQ(::pwrite(fd.get(), &at, sizeof at, static_cast<off_t>(at)), static_cast<ssize_t>(sizeof at));
     }
-    Result<std::shared_ptr<BackingFile>> opened = BackingFile::open(fd.get(), operations);
-    ASSERT_TRUE(opened.ok()) << opened.status().message();
-    file = opened.take();
+    file = must(BackingFile::open(fd.get(), operations));
     buffer = make();
   }
   void TearDown() override {
@@ -64,12 +59,10 @@ class LoadMemoryTest : public BufferFixture {
     wanted.direction = Direction::kLoad;
     wanted.file = file;
     wanted.target = buffer;
-    Result<std::shared_ptr<Transfer>> started = engine->start(wanted);
-    EXPECT_TRUE(started.ok()) << started.status().message();
-    if (!started.ok()) return {};
-    if (meanwhile) meanwhile(*started.value());
-    started.value()->wait();
-    return started.value()->progress();
+    const auto started = must(engine->start(wanted));
+    if (meanwhile) meanwhile(*started);
+    started->wait();
+    return started->progress();
   }
   // The file's first bytes, and nothing of memory beyond them.
   void expect_front(std::uint64_t bytes) {
@@ -247,8 +240,7 @@ TEST_F(LoadMemoryTest, ALoadThatHangsInItsFileHoldsUpNobodyWhoNeedsRoom) {
   wanted.file = file;
   wanted.target = buffer;
   wanted.bytes = 32 * kMiB;
-  const auto transfer = engine->start(wanted);
-  ASSERT_TRUE(transfer.ok()) << transfer.status().message();
+  const auto transfer = must(engine->start(wanted));
   while (hanging < 3) std::this_thread::yield();  // all who serve it, with what they copied before still pinned
   const auto late = make();
   std::atomic<bool> answered{false};
@@ -257,13 +249,12 @@ TEST_F(LoadMemoryTest, ALoadThatHangsInItsFileHoldsUpNobodyWhoNeedsRoom) {
     (void)buffer->trim(std::chrono::milliseconds(0));  // as the end of a writer does
     answered = true;
   });
-  for (int look = 0; look < 60'000 && !answered; ++look) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  EXPECT_TRUE(answered);
+  EXPECT_TRUE(soon([&] { return answered.load(); }));
   EXPECT_EQ(buffer->bytes_held(), held);
   over = true;
   writing.join();
-  transfer.value()->wait();
-  EXPECT_TRUE(transfer.value()->progress().status.ok());
+  transfer->wait();
+  EXPECT_TRUE(transfer->progress().status.ok());
   operations.on_read = nullptr;
   write(*late, 0, pattern(kMiB, 2));
   EXPECT_EQ(buffer->bytes_held(), 34 * kMiB);

@@ -11,6 +11,7 @@
 #include "io/backing_file.h"
 #include "io/file_io.h"
 #include "io_fakes.h"
+#include "results.h"
 #include "temporary_file.h"
 
 namespace gpufs {
@@ -42,51 +43,46 @@ TEST(FileSystems, OnlyOrderedExt4AndXfsTakeTheFastpath) {
 
 TEST(BackingFile, KeepsTheModeAndNeverWidensIt) {
   const UniqueFd readable = testing::temporary_file("/tmp", O_RDONLY);
-  Result<std::shared_ptr<BackingFile>> file = BackingFile::open(readable.get());
-  ASSERT_TRUE(file.ok()) << file.status().message();
-  EXPECT_TRUE(file.value()->facts().readable);
-  EXPECT_FALSE(file.value()->facts().writable);
-  EXPECT_EQ(::fcntl(file.value()->buffered_fd(), F_GETFL) & O_ACCMODE, O_RDONLY);
-  EXPECT_NE(::fcntl(file.value()->buffered_fd(), F_GETFD) & FD_CLOEXEC, 0);
-  if (file.value()->direct_fd() >= 0) {
-    EXPECT_EQ(::fcntl(file.value()->direct_fd(), F_GETFL) & O_ACCMODE, O_RDONLY);
-    EXPECT_NE(::fcntl(file.value()->direct_fd(), F_GETFL) & O_DIRECT, 0);
-    EXPECT_NE(::fcntl(file.value()->direct_fd(), F_GETFD) & FD_CLOEXEC, 0);
+  auto file = testing::must(BackingFile::open(readable.get()));
+  EXPECT_TRUE(file->facts().readable);
+  EXPECT_FALSE(file->facts().writable);
+  EXPECT_EQ(::fcntl(file->buffered_fd(), F_GETFL) & O_ACCMODE, O_RDONLY);
+  EXPECT_NE(::fcntl(file->buffered_fd(), F_GETFD) & FD_CLOEXEC, 0);
+  if (file->direct_fd() >= 0) {
+    EXPECT_EQ(::fcntl(file->direct_fd(), F_GETFL) & O_ACCMODE, O_RDONLY);
+    EXPECT_NE(::fcntl(file->direct_fd(), F_GETFL) & O_DIRECT, 0);
+    EXPECT_NE(::fcntl(file->direct_fd(), F_GETFD) & FD_CLOEXEC, 0);
   }
   const UniqueFd writable = testing::temporary_file("/tmp", O_WRONLY);
-  file = BackingFile::open(writable.get());
-  ASSERT_TRUE(file.ok());
-  EXPECT_FALSE(file.value()->facts().readable);
-  EXPECT_TRUE(file.value()->facts().writable);
+  file = testing::must(BackingFile::open(writable.get()));
+  EXPECT_FALSE(file->facts().readable);
+  EXPECT_TRUE(file->facts().writable);
 }
 
 TEST(BackingFile, FlagsOfTheCallersDescriptorDoNotReachOurs) {
   const UniqueFd file = testing::temporary_file();
-  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(file.get());
-  ASSERT_TRUE(backing.ok());
+  auto backing = testing::must(BackingFile::open(file.get()));
   ASSERT_EQ(::fcntl(file.get(), F_SETFL, O_APPEND | O_DIRECT), 0);
-  EXPECT_EQ(::fcntl(backing.value()->buffered_fd(), F_GETFL) & (O_APPEND | O_DIRECT | O_NONBLOCK), 0);
+  EXPECT_EQ(::fcntl(backing->buffered_fd(), F_GETFL) & (O_APPEND | O_DIRECT | O_NONBLOCK), 0);
 }
 
 TEST(BackingFile, FileOnTmpfsIsHotAndHasNoDirectDescriptor) {
   const UniqueFd file = testing::temporary_file("/dev/shm");
-  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(file.get());
-  ASSERT_TRUE(backing.ok());
-  EXPECT_TRUE(backing.value()->facts().always_hot);
-  EXPECT_EQ(backing.value()->direct_fd(), -1);
-  EXPECT_NE(backing.value()->facts().fastpath_refusals & mask_of(Refusal::kFileSystem), 0U);
+  auto backing = testing::must(BackingFile::open(file.get()));
+  EXPECT_TRUE(backing->facts().always_hot);
+  EXPECT_EQ(backing->direct_fd(), -1);
+  EXPECT_NE(backing->facts().fastpath_refusals & mask_of(Refusal::kFileSystem), 0U);
 }
 
 TEST(BackingFile, FilesThatCheckTheirOpenerAreNotOpenedAgain) {
   const UniqueFd memory(::open("/proc/self/mem", O_RDWR | O_CLOEXEC));
   ASSERT_TRUE(memory.valid());
-  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(memory.get());
-  ASSERT_TRUE(backing.ok()) << backing.status().message();
-  EXPECT_EQ(backing.value()->direct_fd(), -1);
-  EXPECT_TRUE(backing.value()->facts().may_hang);
+  auto backing = testing::must(BackingFile::open(memory.get()));
+  EXPECT_EQ(backing->direct_fd(), -1);
+  EXPECT_TRUE(backing->facts().may_hang);
   // The caller's own description, not another one.
   ASSERT_EQ(::fcntl(memory.get(), F_SETFL, O_NONBLOCK), 0);
-  EXPECT_NE(::fcntl(backing.value()->buffered_fd(), F_GETFL) & O_NONBLOCK, 0);
+  EXPECT_NE(::fcntl(backing->buffered_fd(), F_GETFL) & O_NONBLOCK, 0);
 }
 
 TEST(BackingFile, BlockDevice) {
@@ -121,10 +117,9 @@ TEST(FileMoves, WriteWithoutProgressIsAnError) {
     *result = 0;
     return true;
   };
-  Result<std::shared_ptr<BackingFile>> backing = BackingFile::open(anonymous.get(), operations);
-  ASSERT_TRUE(backing.ok());
+  auto backing = testing::must(BackingFile::open(anonymous.get(), operations));
   const std::byte byte{};
-  EXPECT_EQ(write_range(*backing.value(), IoMode::kBuffered, &byte, 1, 0).status.error(), EIO);
+  EXPECT_EQ(write_range(*backing, IoMode::kBuffered, &byte, 1, 0).status.error(), EIO);
 }
 
 }  // namespace

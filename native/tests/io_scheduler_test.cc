@@ -6,15 +6,18 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
+
+#include "waiting.h"
 
 namespace gpufs {
 namespace {
 
 using std::chrono::milliseconds;
+using testing::kPatience;
+using testing::soon;
 
 constexpr int kShare = 2;
 constexpr int kSpare = 1;
@@ -40,19 +43,11 @@ class FakeJob final : public Scheduler::Job {
   bool stays = true;  // although its turn is over, as a thread that hangs in a file
 };
 
-bool soon(const std::function<bool()>& condition) {
-  for (int tries = 0; tries < 60'000; ++tries) {
-    if (condition()) return true;
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-  return false;
-}
-
 class SchedulerTest : public ::testing::Test {
  protected:
   ~SchedulerTest() override {
     for (const auto& job : jobs) job->released = true;
-    EXPECT_EQ(scheduler->shutdown(milliseconds(60'000), milliseconds(60'000)), 0);
+    EXPECT_EQ(scheduler->shutdown(kPatience, kPatience), 0);
   }
   FakeJob& add(std::uint64_t client, std::uint64_t group = Scheduler::Job::kNeverStalls, int threads = 1,
                bool stays = true) {
@@ -123,7 +118,7 @@ TEST(SchedulerEnds, ThreadsThatHangAreLeftBehind) {
   ASSERT_TRUE(scheduler->submit(hangs).ok());
   ASSERT_TRUE(scheduler->submit(ends).ok());
   EXPECT_TRUE(soon([&] { return hangs->serving == 1 && ends->serving == 1; }));
-  EXPECT_EQ(scheduler->shutdown(milliseconds(60'000), milliseconds(20)), 1);
+  EXPECT_EQ(scheduler->shutdown(kPatience, milliseconds(20)), 1);
   EXPECT_EQ(scheduler->submit(ends).error(), ESHUTDOWN);
   const std::weak_ptr<Scheduler> watched = scheduler;
   hangs->released = true;

@@ -6,19 +6,15 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <memory>
 #include <span>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "device/device_context.h"
 #include "fake_transfer_rig.h"
-#include "faulty_driver.h"
 #include "io/bounce_pool.h"
 #include "no_more_threads.h"
 
@@ -179,7 +175,7 @@ TEST_P(Transfers, HolesOfABufferBecomeHolesOfTheFile) {
 TEST_P(Transfers, AFileThatReportsNoSize) {
   FakeRig rig(GetParam());
   const UniqueFd status(::open("/proc/self/status", O_RDONLY | O_CLOEXEC));
-  rig.file = gpu_test::must(BackingFile::open(status.get()));
+  rig.file = must(BackingFile::open(status.get()));
   const TransferProgress done = rig.finish(rig.load());
   EXPECT_TRUE(done.status.ok()) << done.status.message();
   EXPECT_GT(done.prefix, 100U);
@@ -191,8 +187,7 @@ TEST(BouncePools, WaitingEndsWithACancellationOrThePool) {
   constexpr std::size_t kBytes = 1 << 16;
   const auto plan = std::make_shared<FaultPlan>();
   plan->cpu_addressable = false;
-  const std::shared_ptr<DeviceContext> device =
-      gpu_test::must(DeviceContext::create(make_faulty_driver(plan, 64 * kMiB), 0));
+  const std::shared_ptr<DeviceContext> device = must(DeviceContext::create(make_faulty_driver(plan, 64 * kMiB), 0));
   const std::shared_ptr<BouncePool> pool = BouncePool::create(kBytes, kBytes);
   const auto await_waits = [&](std::uint64_t count) {
     while (pool->statistics().waits < count) std::this_thread::yield();

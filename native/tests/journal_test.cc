@@ -1,5 +1,6 @@
 // The journal: what a new process finds in it, also if the old one was killed in the middle of a transaction.
 #include "journal/journal.h"
+#include "results.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -30,16 +31,10 @@ std::map<std::uint64_t, std::string> values(const Journal& journal, std::uint32_
   return found;
 }
 
-std::unique_ptr<Journal> create() {
-  Result<std::unique_ptr<Journal>> made = Journal::create();
-  EXPECT_TRUE(made.ok()) << made.status().message();
-  return made.take();
-}
+std::unique_ptr<Journal> create() { return testing::must(Journal::create()); }
 
 std::unique_ptr<Journal> restored(const Journal& journal) {
-  Result<std::unique_ptr<Journal>> made = Journal::restore(UniqueFd(::fcntl(journal.fd(), F_DUPFD_CLOEXEC, 3)));
-  EXPECT_TRUE(made.ok()) << made.status().message();
-  return made.ok() ? made.take() : nullptr;
+  return testing::must(Journal::restore(UniqueFd(::fcntl(journal.fd(), F_DUPFD_CLOEXEC, 3))));
 }
 
 void put(Journal& journal, Key key, const std::string& text) {

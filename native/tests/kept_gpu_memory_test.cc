@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
@@ -127,14 +126,14 @@ TEST_P(KeptGpuMemory, ADeathAtAnyPointOfASplitLosesNothing) {
     Filled filled = fill(8);
     const std::uint64_t number = filled.memory->number();
     keeper_->die_after(calls);
-    filled.memory->release(released);
+    filled.memory->release_all(released);
     completed = !keeper_->died();
     die(filled);
     ASSERT_OK(restore(filled, number, parts));
     for (const Extent& part : parts) expect_content(filled, part.offset, part.bytes);
     EXPECT_LE(keeper_->bytes(), 8 * kGranule);
-    filled.memory->release(filled.memory->surplus());
-    filled.memory->release(parts);
+    filled.memory->release_all(filled.memory->surplus());
+    filled.memory->release_all(parts);
     EXPECT_EQ(keeper_->bytes(), 0U);
     filled = {};
     driver_.reset();

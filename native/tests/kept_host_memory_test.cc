@@ -13,6 +13,7 @@
 #include "drivers/host/host_memory.h"
 #include "drivers/ledger.h"
 #include "fake_keeper.h"
+#include "results.h"
 
 namespace gpufs {
 namespace {
@@ -37,8 +38,8 @@ class KeptHostMemoryTest : public ::testing::Test {
     const std::shared_ptr<testing::FakeKeeper> keeper = keeper_->next();
     const auto limit = std::make_shared<Ledger>(8 * kHostGranule);
     const auto shared = std::make_shared<SharedHostFiles>();
-    const auto restored = HostMemory::restore({limit, shared, keeper}, memory_->number(), std::span(&kFirst, 1));
-    EXPECT_TRUE(restored.ok());
+    const auto restored =
+        testing::must(HostMemory::restore({limit, shared, keeper}, memory_->number(), std::span(&kFirst, 1)));
     EXPECT_EQ(keeper->pieces(memory_->number()), 1U);
     EXPECT_EQ(::fallocate(descriptor, 0, 4 * kHostGranule, kHostGranule), 0);
     shared->release_foreign();

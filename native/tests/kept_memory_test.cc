@@ -6,8 +6,6 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 
-#include <cstdint>
-#include <memory>
 #include <set>
 #include <utility>
 #include <vector>

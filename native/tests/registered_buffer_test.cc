@@ -2,29 +2,18 @@
 // the host driver.
 
 #include <dlfcn.h>
-#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "bytes.h"
-#include "device/device_context.h"
 #include "fake_vendors.h"
 #include "io/fastpath.h"
-#include "memory/buffer.h"
 #include "memory/registered_buffer.h"
 #include "transfer_rig.h"
 

@@ -5,11 +5,10 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <thread>
 #include <vector>
 
-#include "cuda_test_support.h"
+#include "fake_vendors.h"
 
 namespace gpufs::cuda_test {
 namespace {

@@ -4,10 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "async_fixture.h"
 #include "memory/host_locks.h"

@@ -9,8 +9,6 @@
 #include <unistd.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <set>
 #include <string>
 #include <utility>
@@ -101,11 +99,9 @@ class TransferRig {
   }
 
   TransferProgress finish(const TransferRequest& wanted) {
-    Result<std::shared_ptr<Transfer>> started = engine->start(wanted);
-    EXPECT_TRUE(started.ok()) << started.status().message();
-    if (!started.ok()) return {};
-    started.value()->wait();
-    return started.value()->progress();
+    const auto started = must(engine->start(wanted));
+    started->wait();
+    return started->progress();
   }
   // One thread serves it, so its chunks come in order.
   TransferProgress finish_in_order(TransferRequest wanted) {

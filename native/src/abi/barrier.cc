@@ -1,6 +1,5 @@
 #include "abi/barrier.h"
 
-#include <string>
 #include <system_error>
 
 #include "base/log.h"

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <new>
 #include <string>
@@ -51,6 +52,15 @@ template <typename T, typename Output>
 Status store_result(Result<T> result, Output* output) {
   if (result.ok()) *output = result.take();
   return result.status();
+}
+
+// Opens a handle of an object, see HandleTable::put().
+template <typename T>
+Status open_handle(Result<std::shared_ptr<T>> object, gpufs_handle owner, gpufs_handle* handle,
+                   std::function<Status(T&)> close = nullptr) {
+  std::shared_ptr<T> made = TRY(std::move(object));
+  *handle = TRY(HandleTable::instance().put<T>(std::move(made), owner, std::move(close)));
+  return {};
 }
 
 // Closes the object of a handle, for most kinds of objects.

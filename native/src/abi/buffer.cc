@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <memory>
 #include <span>
-#include <utility>
 
 #include "abi/barrier.h"
 #include "abi/engine.h"
@@ -22,11 +21,8 @@ extern "C" {
 
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer) {
   return with_handle<Engine>(engine, [&](Engine& owner) -> Status {
-    Result<std::shared_ptr<DeviceContext>> context = owner.device(device);
-    if (!context.ok()) return context.status();
-    Result<std::shared_ptr<Buffer>> created = Buffer::create(context.take());
-    if (!created.ok()) return created.status();
-    return store_result(HandleTable::instance().put<Buffer>(created.take(), engine), buffer);
+    std::shared_ptr<DeviceContext> context = TRY(owner.device(device));
+    return open_handle(Buffer::create(std::move(context)), engine, buffer);
   });
 }
 
@@ -98,9 +94,8 @@ gpufs_status gpufs_buffer_copy(gpufs_handle source, uint64_t source_offset, gpuf
                                uint64_t bytes, uint64_t* done) {
   return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     *done = 0;
-    const Result<std::shared_ptr<Buffer>> from = HandleTable::instance().get<Buffer>(source);
-    if (!from.ok()) return from.status();
-    return store_result(found.copy_from(*from.value(), source_offset, offset, bytes, nullptr), done);
+    const std::shared_ptr<Buffer> from = TRY(HandleTable::instance().get<Buffer>(source));
+    return store_result(found.copy_from(*from, source_offset, offset, bytes, nullptr), done);
   });
 }
 
@@ -109,7 +104,7 @@ gpufs_status gpufs_pool_open(uint64_t address, uint64_t bytes, gpufs_handle* poo
     auto made = std::make_shared<AddressPool>(address, bytes);
     address_pools::add(made);
     const auto remove = [made](AddressPool& /*pool*/) { return address_pools::remove(made); };
-    return store_result(HandleTable::instance().put<AddressPool>(made, 0, remove), pool);
+    return open_handle<AddressPool>(made, 0, pool, remove);
   });
 }
 

@@ -12,9 +12,7 @@
 #include "abi/handles.h"
 #include "async/async_engine.h"
 #include "base/log.h"
-#include "device/device_context.h"
 #include "fuse/mount.h"
-#include "gpufs.h"
 #include "io/fastpath.h"
 #include "io/transfer_engine.h"
 #include "memory/slab_pool.h"
@@ -42,11 +40,10 @@ Result<std::shared_ptr<Engine>> Engine::open(const gpufs_engine_options& options
                                options.host_memory_bytes};
   std::istringstream chosen(options.chosen_devices != nullptr ? options.chosen_devices : "");
   for (std::string device; std::getline(chosen, device, ',');) driver_options.chosen.push_back(device);
-  Result<std::unique_ptr<Driver>> driver = open_driver(options.driver, driver_options);
-  if (!driver.ok()) return driver.status();
+  std::unique_ptr<Driver> driver = TRY(open_driver(options.driver, driver_options));
   const std::string statistics_path = options.statistics_path != nullptr ? options.statistics_path : "";
   std::shared_ptr<Engine> engine(new Engine());
-  engine->driver_ = driver.take();
+  engine->driver_ = std::move(driver);
   Result<std::shared_ptr<observe::Region>> counters =
       observe::Region::create(engine->driver_->devices().size(), statistics_path);
   if (!counters.ok() && !statistics_path.empty()) {
@@ -57,19 +54,18 @@ Result<std::shared_ptr<Engine>> Engine::open(const gpufs_engine_options& options
   engine->counters_ = counters.take();
   engine->host_locks_ = std::make_shared<HostLocks>(engine->driver_, static_cast<LockPolicy>(options.lock_policy));
   for (std::size_t index = 0; index < engine->driver_->devices().size(); ++index) {
-    Result<std::shared_ptr<DeviceContext>> device = DeviceContext::create(engine->driver_, index);
-    if (!device.ok()) return device.status();
-    device.value()->set_host_locks(engine->host_locks_);
-    device.value()->set_counters(observe::DeviceCounters(engine->counters_, index));
+    std::shared_ptr<DeviceContext> device = TRY(DeviceContext::create(engine->driver_, index));
+    device->set_host_locks(engine->host_locks_);
+    device->set_counters(observe::DeviceCounters(engine->counters_, index));
     if (options.slab_file_bytes > 0) {
-      Result<std::shared_ptr<SlabPool>> slabs = SlabPool::create(*device.value(), options.slab_file_bytes);
+      Result<std::shared_ptr<SlabPool>> slabs = SlabPool::create(*device, options.slab_file_bytes);
       if (slabs.ok()) {
-        device.value()->set_slabs(slabs.take());
+        device->set_slabs(slabs.take());
       } else {
         log_info("small files do not share slabs: ", slabs.status().message());
       }
     }
-    engine->devices_.push_back(device.take());
+    engine->devices_.push_back(std::move(device));
   }
   return engine;
 }
@@ -198,21 +194,16 @@ void fill(char (&field)[N], const std::string& text) {
 extern "C" {
 
 gpufs_status gpufs_engine_open(const gpufs_engine_options* options, gpufs_handle* engine) {
-  return catch_all([&]() -> Status {
-    Result<std::shared_ptr<Engine>> opened = Engine::open(*options);
-    if (!opened.ok()) return opened.status();
-    return store_result(HandleTable::instance().put<Engine>(opened.take()), engine);
-  });
+  return catch_all([&] { return open_handle(Engine::open(*options), 0, engine); });
 }
 
 gpufs_status gpufs_engine_close(gpufs_handle engine) {
   return catch_all([&]() -> Status {
-    Result<std::shared_ptr<Engine>> taken = HandleTable::instance().take<Engine>(engine);
-    if (!taken.ok()) return taken.status();
-    Status closed = taken.value()->close();
+    std::shared_ptr<Engine> taken = TRY(HandleTable::instance().take<Engine>(engine));
+    Status closed = taken->close();
     HandleTable::instance().close_owned(engine);
     // After the mounts, whose request memory is locked too.
-    taken.value()->host_locks()->close();
+    taken->host_locks()->close();
     return closed;
   });
 }
@@ -255,9 +246,8 @@ gpufs_status gpufs_engine_device_count(gpufs_handle engine, int32_t* count) {
 
 gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs_device_info* info) {
   return with_handle<Engine>(engine, [&](Engine& found) -> Status {
-    const Result<std::shared_ptr<DeviceContext>> context = found.device(device);
-    if (!context.ok()) return context.status();
-    const DeviceInfo& known = context.value()->info();
+    const std::shared_ptr<DeviceContext> context = TRY(found.device(device));
+    const DeviceInfo& known = context->info();
     fill(info->name, known.name);
     fill(info->pci_address, known.pci_address);
     fill(info->uuid, known.uuid);
@@ -268,7 +258,7 @@ gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs
     info->cpu_addressable = known.cpu_addressable ? 1 : 0;
     info->fastpath_memory = known.files_reach_memory ? 1 : 0;
     info->host_tier = known.host_tier ? 1 : 0;
-    info->keeps_memory = context.value()->device().check_keeping().ok() ? 1 : 0;
+    info->keeps_memory = context->device().check_keeping().ok() ? 1 : 0;
     return {};
   });
 }
@@ -282,24 +272,23 @@ gpufs_status gpufs_engine_device_check(gpufs_handle engine, int32_t device) {
 
 gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpufs_device_memory* memory) {
   return with_handle<Engine>(engine, [&](Engine& found) -> Status {
-    const Result<std::shared_ptr<DeviceContext>> context = found.device(device);
-    if (!context.ok()) return context.status();
+    const std::shared_ptr<DeviceContext> context = TRY(found.device(device));
     *memory = {};
-    const Status health = context.value()->device().health();
+    const Status health = context->device().health();
     memory->health_error = health.error();
     memory->health_device_code = health.device_code();
-    Result<MemoryInfo> now = context.value()->memory();
+    Result<MemoryInfo> now = context->memory();
     if (now.ok()) {
       memory->total_bytes = now.value().total_bytes;
       memory->free_bytes = now.value().free_bytes;
       // Memory that is being released is free before the buffer stops counting it.
       const std::uint64_t used = memory->total_bytes - std::min(memory->free_bytes, memory->total_bytes);
-      memory->held_bytes = std::min(context.value()->held_bytes(), used);
+      memory->held_bytes = std::min(context->held_bytes(), used);
       return {};
     }
-    memory->held_bytes = context.value()->held_bytes();
+    memory->held_bytes = context->held_bytes();
     // A device that is out of service answers no more, and the caller wants to see its health.
-    memory->total_bytes = context.value()->info().total_bytes;
+    memory->total_bytes = context->info().total_bytes;
     return health.ok() ? now.status() : Status();
   });
 }
@@ -319,10 +308,9 @@ gpufs_status gpufs_host_unlock(gpufs_handle engine, const void* address, uint64_
 gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, uint64_t bytes,
                                       gpufs_host_lock_info* info) {
   return with_handle<Engine>(engine, [&](Engine& found) -> Status {
-    const Result<HostLocks::Info> known = found.host_locks()->info(address, bytes);
-    if (!known.ok()) return known.status();
-    *info = {known.value().whole.start,     known.value().whole.bytes(),       known.value().references,
-             known.value().foreign ? 1 : 0, known.value().source_only ? 1 : 0, known.value().device_address};
+    const HostLocks::Info known = TRY(found.host_locks()->info(address, bytes));
+    *info = {known.whole.start,     known.whole.bytes(),       known.references,
+             known.foreign ? 1 : 0, known.source_only ? 1 : 0, known.device_address};
     return {};
   });
 }

@@ -76,7 +76,7 @@ Status HandleTable::close(gpufs_handle handle) {
     close = found->second.close;
   }
   if (close) {
-    if (Status status = close(); !status.ok()) return status;
+    TRY(close());
   }
   Entries::node_type closed;
   {

@@ -35,18 +35,16 @@ class HandleTable {
   // EBADF for 0, a closed handle, a number that is not a handle, and a handle of another type.
   template <typename T>
   Result<std::shared_ptr<T>> get(gpufs_handle handle) {
-    Result<std::shared_ptr<void>> found = find(handle, typeid(T), /*remove=*/false);
-    if (!found.ok()) return found.status();
-    return std::static_pointer_cast<T>(found.take());
+    std::shared_ptr<void> found = TRY(find(handle, typeid(T), /*remove=*/false));
+    return std::static_pointer_cast<T>(std::move(found));
   }
 
   // Does what get() does, and removes the handle: of several callers exactly one gets the object. Does not close the
   // object.
   template <typename T>
   Result<std::shared_ptr<T>> take(gpufs_handle handle) {
-    Result<std::shared_ptr<void>> found = find(handle, typeid(T), /*remove=*/true);
-    if (!found.ok()) return found.status();
-    return std::static_pointer_cast<T>(found.take());
+    std::shared_ptr<void> found = TRY(find(handle, typeid(T), /*remove=*/true));
+    return std::static_pointer_cast<T>(std::move(found));
   }
 
   // The owner that put() was called with. EBADF: the handle is not open.

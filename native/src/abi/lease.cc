@@ -115,12 +115,10 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
     if (wanted && *wanted >= kPlacementEnd) {
       return {EINVAL, "placement: " + std::to_string(placement) + " is not below " + std::to_string(kPlacementEnd)};
     }
-    const Result<gpufs_handle> owner = HandleTable::instance().owner_of(buffer);
-    if (!owner.ok()) return owner.status();
-    Result<std::shared_ptr<Buffer::Lease>> opened = found.lease(
-        (flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0, label == nullptr ? "" : label, wanted);
-    if (!opened.ok()) return opened.status();
-    return store_result(HandleTable::instance().put<Buffer::Lease>(opened.take(), owner.value()), lease);
+    const gpufs_handle owner = TRY(HandleTable::instance().owner_of(buffer));
+    return open_handle(found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0,
+                                   label == nullptr ? "" : label, wanted),
+                       owner, lease);
   });
 }
 
@@ -130,10 +128,9 @@ gpufs_status gpufs_lease_open_again(gpufs_handle mount, uint64_t ino, uint32_t f
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE}) != 0) return Status(EINVAL, "unknown flags");
     const std::shared_ptr<fuse::Inode> inode = found.table().find(ino);
     if (!inode || !inode->buffer()) return Status(ENOENT, "no file with the inode " + std::to_string(ino));
-    Result<std::shared_ptr<Buffer::Lease>> opened =
-        inode->buffer()->lease_again((flags & GPUFS_LEASE_WRITE) != 0, bytes, label == nullptr ? "" : label);
-    if (!opened.ok()) return opened.status();
-    return store_result(HandleTable::instance().put<Buffer::Lease>(opened.take(), mount), lease);
+    return open_handle(
+        inode->buffer()->lease_again((flags & GPUFS_LEASE_WRITE) != 0, bytes, label == nullptr ? "" : label), mount,
+        lease);
   });
 }
 
@@ -151,9 +148,8 @@ gpufs_status gpufs_lease_pieces(gpufs_handle lease, uint64_t from, gpufs_shared_
                                 uint64_t* count) {
   return with_handle<Buffer::Lease>(lease, [&](Buffer::Lease& found) -> Status {
     *count = 0;
-    Result<std::vector<ExportedMemory>> exported = found.pieces(from, capacity);
-    if (!exported.ok()) return exported.status();
-    for (ExportedMemory& piece : exported.value()) {
+    std::vector<ExportedMemory> exported = TRY(found.pieces(from, capacity));
+    for (ExportedMemory& piece : exported) {
       pieces[(*count)++] = {piece.offset, piece.bytes, piece.descriptor.release(), 0};
     }
     return {};
@@ -168,23 +164,19 @@ gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uin
     const ImportAccess access = (flags & GPUFS_MAPPING_PRIVATE) != 0 ? ImportAccess::kPrivate
                                 : (flags & GPUFS_LEASE_WRITE) != 0   ? ImportAccess::kWrite
                                                                      : ImportAccess::kRead;
-    Result<std::shared_ptr<Device>> device = shared_device(driver, pci_address);
-    if (!device.ok()) return device.status();
-    Result<std::unique_ptr<ImportedRange>> range = device.value()->create_import(reserve_bytes, access);
-    if (!range.ok()) return range.status();
-    auto opened = std::make_shared<Mapping>(device.take(), range.take());
-    return store_result(HandleTable::instance().put<Mapping>(std::move(opened)), mapping);
+    std::shared_ptr<Device> device = TRY(shared_device(driver, pci_address));
+    std::unique_ptr<ImportedRange> range = TRY(device->create_import(reserve_bytes, access));
+    return open_handle<Mapping>(std::make_shared<Mapping>(std::move(device), std::move(range)), 0, mapping);
   });
 }
 
 gpufs_status gpufs_mapping_add(gpufs_handle mapping, const gpufs_shared_piece* pieces, uint64_t count) {
   return catch_all([&]() -> Status {
     std::vector<ExportedMemory> taken = take_over(pieces, count);
-    Result<std::shared_ptr<Mapping>> found = HandleTable::instance().get<Mapping>(mapping);
-    if (!found.ok()) return found.status();
-    const std::lock_guard lock(found.value()->mutex);
+    std::shared_ptr<Mapping> found = TRY(HandleTable::instance().get<Mapping>(mapping));
+    const std::lock_guard lock(found->mutex);
     for (ExportedMemory& piece : taken) {
-      if (Status status = found.value()->range->add(piece); !status.ok()) return status;
+      TRY(found->range->add(piece));
       piece.descriptor.reset();
     }
     return {};
@@ -241,9 +233,7 @@ gpufs_status gpufs_tensor_export(gpufs_handle owner, void* object, void (*releas
                lease.ok()) {
       keep = lease.take();
     } else {
-      Result<std::shared_ptr<Mapping>> mapping = HandleTable::instance().get<Mapping>(owner);
-      if (!mapping.ok()) return mapping.status();
-      keep = mapping.take();
+      keep = TRY(HandleTable::instance().get<Mapping>(owner));
     }
     *managed = export_tensor(*tensor, versioned != 0, read_only != 0, keep);
     return {};

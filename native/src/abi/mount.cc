@@ -6,26 +6,22 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <iterator>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "abi/barrier.h"
 #include "abi/engine.h"
 #include "abi/handles.h"
-#include "base/log.h"
 #include "base/unique_fd.h"
 #include "device/device_context.h"
 #include "fuse/attributes.h"
 #include "fuse/inode_table.h"
 #include "fuse/mount.h"
-#include "fuse/quotas.h"
 #include "fuse/relay.h"
 #include "gpufs.h"
 #include "journal/journal.h"
@@ -61,10 +57,9 @@ extern "C" {
 
 gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd) {
   return catch_all([&]() -> Status {
-    Result<fuse::RelayPair> pair = fuse::make_relay_pair();
-    if (!pair.ok()) return pair.status();
-    *native_fd = pair.value().native.release();
-    *control_fd = pair.value().control.release();
+    fuse::RelayPair pair = TRY(fuse::make_relay_pair());
+    *native_fd = pair.native.release();
+    *control_fd = pair.control.release();
     return {};
   });
 }
@@ -84,8 +79,7 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     if (!(options->reader_spin >= 0 && options->reader_spin <= kLongestSpin)) {
       return Status(EINVAL, "readers may spin for 0 to 0.01 seconds");
     }
-    Result<std::shared_ptr<Engine>> owner = HandleTable::instance().get<Engine>(engine);
-    if (!owner.ok()) return owner.status();
+    std::shared_ptr<Engine> owner = TRY(HandleTable::instance().get<Engine>(engine));
 
     fuse::MountOptions chosen;
     chosen.reader_threads = static_cast<std::size_t>(options->reader_threads);
@@ -98,26 +92,20 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     chosen.metadata_bytes = options->metadata_bytes;
     chosen.user_bytes = options->user_bytes;
     // The memory of requests is locked if a vendor's runtime copies from and to it.
-    const std::vector<std::shared_ptr<DeviceContext>>& devices = owner.value()->devices();
+    const std::vector<std::shared_ptr<DeviceContext>>& devices = owner->devices();
     const bool by_cpu =
         std::all_of(devices.begin(), devices.end(), [](const auto& each) { return each->info().cpu_addressable; });
-    const std::shared_ptr<HostLocks>& locks = owner.value()->host_locks();
+    const std::shared_ptr<HostLocks>& locks = owner->host_locks();
     if (!by_cpu && locks->policy() != LockPolicy::kOff) chosen.locks = locks;
-    Result<std::shared_ptr<TransferEngine>> transfers = owner.value()->transfers();
-    if (!transfers.ok()) return transfers.status();
-    chosen.transfers = transfers.take();
+    chosen.transfers = TRY(owner->transfers());
     if (options->keeper_fd >= 0) {
-      Result<std::unique_ptr<journal::Journal>> journal =
-          journal_fd.valid() ? journal::Journal::restore(std::move(journal_fd)) : journal::Journal::create();
-      if (!journal.ok()) return journal.status();
-      chosen.journal = journal.take();
+      chosen.journal =
+          TRY(journal_fd.valid() ? journal::Journal::restore(std::move(journal_fd)) : journal::Journal::create());
       chosen.kept = std::make_shared<KeptMemory>(chosen.journal, options->keeper_fd, std::move(held));
     }
-    Result<std::shared_ptr<Mount>> opened =
-        Mount::create(std::move(device), std::move(relay), devices, std::move(chosen));
-    if (!opened.ok()) return opened.status();
-    owner.value()->publish_of(opened.value());
-    return store_result(HandleTable::instance().put<Mount>(opened.take(), engine, close_of<Mount>), mount);
+    std::shared_ptr<Mount> opened = TRY(Mount::create(std::move(device), std::move(relay), devices, std::move(chosen)));
+    owner->publish_of(opened);
+    return open_handle<Mount>(std::move(opened), engine, mount, close_of<Mount>);
   });
 }
 
@@ -228,7 +216,7 @@ gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino) {
     // The kernel is notified first: if this process died after the removal, the next one would not know which names to
     // report.
     if (found.started()) {
-      if (Status status = invalidate(found.names().names_of(inode)); !status.ok()) return status;
+      TRY(invalidate(found.names().names_of(inode)));
       (void)found.notifier().invalidate_inode(ino);
     }
     // And again, since it may have looked them up in between.
@@ -275,7 +263,7 @@ gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* 
       const bool directory = (inode.attributes().mode & 0170000) == 0040000;
       return Status(directory ? EISDIR : EINVAL, "inode " + std::to_string(ino) + " has no buffer");
     }
-    return store_result(HandleTable::instance().put<Buffer>(inode.buffer(), mount), buffer);
+    return open_handle<Buffer>(inode.buffer(), mount, buffer);
   });
 }
 
@@ -298,9 +286,8 @@ gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t lim
 
 gpufs_status gpufs_quota_buffer(gpufs_handle mount, gpufs_handle buffer, uint32_t uid) {
   return with_handle<Mount>(mount, [&](Mount& found) -> Status {
-    Result<std::shared_ptr<Buffer>> charged = HandleTable::instance().get<Buffer>(buffer);
-    if (!charged.ok()) return charged.status();
-    found.table().charge_to_user(*charged.value(), uid);
+    std::shared_ptr<Buffer> charged = TRY(HandleTable::instance().get<Buffer>(buffer));
+    found.table().charge_to_user(*charged, uid);
     return {};
   });
 }
@@ -335,11 +322,10 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
     if (!inode.buffer()) return Status(EINVAL, "inode " + std::to_string(ino) + " has no buffer");
     if (wanted.bytes > Buffer::kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
     const std::shared_ptr<Buffer>& empty = inode.buffer();
-    Result<std::shared_ptr<RegisteredBuffer>> mapped = RegisteredBuffer::map(empty->device(), wanted, empty->charge());
-    if (!mapped.ok()) return mapped.status();
+    std::shared_ptr<RegisteredBuffer> mapped = TRY(RegisteredBuffer::map(empty->device(), wanted, empty->charge()));
     // Until the mount is started, the kernel knows the file as it was before the takeover.
     const bool again = !found.started();
-    Status status = found.table().replace_buffer(ino, mapped.take(), again);
+    Status status = found.table().replace_buffer(ino, std::move(mapped), again);
     if (status.ok() && !again) (void)found.notifier().invalidate_inode(ino);
     return status;
   });

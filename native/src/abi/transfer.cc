@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <sstream>
@@ -53,15 +51,10 @@ Result<IoOptions> options_from(const gpufs_io_options& given) {
   if (given.pinned_bytes != 0) options.pinned_bytes = given.pinned_bytes;
   options.workers = given.workers;
   if (given.slots != 0) options.slots = given.slots;
-  Result<FastpathMode> fastpath = fastpath_mode(given.fastpath);
-  if (!fastpath.ok()) return fastpath.status();
-  options.fastpath = fastpath.value();
-  Result<Switch> fallback = three_way(given.fallback, "fallback");
-  if (!fallback.ok()) return fallback.status();
-  options.fallback = fallback.value() != Switch::kOff;
-  Result<Switch> direct = three_way(given.direct, "direct");
-  if (!direct.ok()) return direct.status();
-  options.direct = direct.value();
+  options.fastpath = TRY(fastpath_mode(given.fastpath));
+  Switch fallback = TRY(three_way(given.fallback, "fallback"));
+  options.fallback = fallback != Switch::kOff;
+  options.direct = TRY(three_way(given.direct, "direct"));
   options.file_systems = file_systems_from(given.file_systems);
   options.fastpath_min_bytes = given.fastpath_min_bytes;
   return options;
@@ -86,9 +79,7 @@ void fill_progress(const TransferProgress& from, gpufs_transfer_progress& to) {
 Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_transfer_request& given) {
   HandleTable& handles = HandleTable::instance();
   TransferRequest request;
-  Result<std::shared_ptr<BackingFile>> file = handles.get<BackingFile>(given.backing);
-  if (!file.ok()) return file.status();
-  request.file = file.take();
+  request.file = TRY(handles.get<BackingFile>(given.backing));
   if (given.buffer != 0) {
     Result<std::shared_ptr<Buffer>> buffer = handles.get<Buffer>(given.buffer);
     if (!buffer.ok()) return buffer.status();
@@ -116,13 +107,10 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
   request.sync = request.direction == Direction::kStore ? static_cast<SyncMode>(given.sync) : SyncMode::kNone;
   request.sparse = given.sparse != 0;
   if (given.fastpath != GPUFS_AUTO) {
-    Result<FastpathMode> fastpath = fastpath_mode(given.fastpath);
-    if (!fastpath.ok()) return fastpath.status();
-    request.fastpath = fastpath.value();
+    request.fastpath = TRY(fastpath_mode(given.fastpath));
   }
-  Result<Switch> fallback = three_way(given.fallback, "fallback");
-  if (!fallback.ok()) return fallback.status();
-  if (fallback.value() != Switch::kAuto) request.fallback = fallback.value() == Switch::kOn;
+  Switch fallback = TRY(three_way(given.fallback, "fallback"));
+  if (fallback != Switch::kAuto) request.fallback = fallback == Switch::kOn;
   if (given.share < 0) return Status(EINVAL, "share must not be negative");
   request.share = given.share;
   request.client = given.client;
@@ -135,9 +123,8 @@ constexpr std::uint32_t kKnownFlags =
 constexpr std::uint64_t kMostOperations = std::uint64_t{1} << 22;
 
 Result<std::shared_ptr<AsyncEngine>> operations_of(gpufs_handle engine) {
-  Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
-  if (!found.ok()) return found.status();
-  return found.value()->operations();
+  std::shared_ptr<Engine> found = TRY(HandleTable::instance().get<Engine>(engine));
+  return found->operations();
 }
 
 Result<StreamPromises> promises_from(std::uint32_t flags) {
@@ -166,9 +153,7 @@ struct QueueEntry {
 
 Result<AsyncEngine::Submission> entry_from(const QueueEntry& owner, const gpufs_operation& given) {
   AsyncEngine::Submission entry;
-  Result<TransferRequest> transfer = transfer_request_from(*owner.engine, given.transfer);
-  if (!transfer.ok()) return transfer.status();
-  entry.request.transfer = transfer.take();
+  entry.request.transfer = TRY(transfer_request_from(*owner.engine, given.transfer));
   entry.request.bytes_cell = given.bytes_cell;
   entry.request.file_offset_cell = given.file_offset_cell;
   entry.request.target_offset_cell = given.buffer_offset_cell;
@@ -176,14 +161,10 @@ Result<AsyncEngine::Submission> entry_from(const QueueEntry& owner, const gpufs_
   entry.request.cookie = given.cookie;
   entry.request.trace_cookie = given.trace_cookie;
   if (given.stream != 0) {
-    Result<std::shared_ptr<OperationStream>> stream = HandleTable::instance().get<OperationStream>(given.stream);
-    if (!stream.ok()) return stream.status();
-    entry.stream = stream.take();
+    entry.stream = TRY(HandleTable::instance().get<OperationStream>(given.stream));
   } else if (given.implied != 0) {
-    Result<std::shared_ptr<OperationStream>> stream =
-        owner.operations->imply_stream(static_cast<NativeStream>(given.native_stream), given.native_device);
-    if (!stream.ok()) return stream.status();
-    entry.stream = stream.take();
+    entry.stream =
+        TRY(owner.operations->imply_stream(static_cast<NativeStream>(given.native_stream), given.native_device));
   }
   return entry;
 }
@@ -194,18 +175,14 @@ extern "C" {
 
 gpufs_status gpufs_io_configure(gpufs_handle engine, const gpufs_io_options* options) {
   return with_handle<Engine>(engine, [&](Engine& found) -> Status {
-    Result<IoOptions> wanted = options_from(*options);
-    if (!wanted.ok()) return wanted.status();
-    return found.configure_transfers(wanted.value());
+    IoOptions wanted = TRY(options_from(*options));
+    return found.configure_transfers(wanted);
   });
 }
 
 gpufs_status gpufs_backing_open(gpufs_handle engine, int32_t fd, gpufs_handle* backing) {
-  return with_handle<Engine>(engine, [&](Engine& /*owner*/) -> Status {
-    Result<std::shared_ptr<BackingFile>> file = BackingFile::open(fd);
-    if (!file.ok()) return file.status();
-    return store_result(HandleTable::instance().put<BackingFile>(file.take(), engine), backing);
-  });
+  return with_handle<Engine>(
+      engine, [&](Engine& /*owner*/) -> Status { return open_handle(BackingFile::open(fd), engine, backing); });
 }
 
 gpufs_status gpufs_backing_info_get(gpufs_handle backing, gpufs_backing_info* info) {
@@ -234,13 +211,9 @@ const char* gpufs_refusal_name(int32_t bit) {
 
 gpufs_status gpufs_transfer_start(gpufs_handle engine, const gpufs_transfer_request* request, gpufs_handle* transfer) {
   return with_handle<Engine>(engine, [&](Engine& found) -> Status {
-    Result<std::shared_ptr<TransferEngine>> transfers = found.transfers();
-    if (!transfers.ok()) return transfers.status();
-    Result<TransferRequest> wanted = transfer_request_from(found, *request);
-    if (!wanted.ok()) return wanted.status();
-    Result<std::shared_ptr<Transfer>> started = transfers.value()->start(wanted.value());
-    if (!started.ok()) return started.status();
-    return store_result(HandleTable::instance().put<Transfer>(started.take(), engine, close_of<Transfer>), transfer);
+    std::shared_ptr<TransferEngine> transfers = TRY(found.transfers());
+    TransferRequest wanted = TRY(transfer_request_from(found, *request));
+    return open_handle<Transfer>(transfers->start(wanted), engine, transfer, close_of<Transfer>);
   });
 }
 
@@ -282,17 +255,12 @@ gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_option
 gpufs_status gpufs_stream_open(gpufs_handle engine, int32_t device, const uint64_t* native, uint32_t flags,
                                gpufs_handle* stream) {
   return catch_all([&]() -> Status {
-    Result<StreamPromises> promises = promises_from(flags);
-    if (!promises.ok()) return promises.status();
-    Result<std::shared_ptr<AsyncEngine>> operations = operations_of(engine);
-    if (!operations.ok()) return operations.status();
-    Result<std::shared_ptr<OperationStream>> made =
-        native == nullptr
-            ? operations.value()->create_stream(device, promises.value())
-            : operations.value()->register_stream(static_cast<NativeStream>(*native), device, promises.value());
-    if (!made.ok()) return made.status();
-    return store_result(HandleTable::instance().put<OperationStream>(made.take(), engine, close_of<OperationStream>),
-                        stream);
+    StreamPromises promises = TRY(promises_from(flags));
+    std::shared_ptr<AsyncEngine> operations = TRY(operations_of(engine));
+    return open_handle<OperationStream>(
+        native == nullptr ? operations->create_stream(device, promises)
+                          : operations->register_stream(static_cast<NativeStream>(*native), device, promises),
+        engine, stream, close_of<OperationStream>);
   });
 }
 
@@ -319,18 +287,14 @@ gpufs_status gpufs_stream_synchronize(gpufs_handle stream) {
 gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t bytes, gpufs_handle* pinned,
                                  void** memory, uint64_t* device_address) {
   return with_handle<Engine>(engine, [&](Engine& found) -> Status {
-    Result<std::shared_ptr<DeviceContext>> context = found.device(device);
-    if (!context.ok()) return context.status();
-    Result<PinnedBlock> taken = context.value()->pinned().take(static_cast<std::size_t>(bytes));
-    if (!taken.ok()) return taken.status();
-    const PinnedBlock block = taken.value();
-    const std::shared_ptr<PinnedBlock> shared(new PinnedBlock(block), [device = context.take()](PinnedBlock* released) {
-      device->pinned().release(*released);
-      delete released;
-    });
-    Result<gpufs_handle> handle = HandleTable::instance().put<PinnedBlock>(shared, engine);
-    if (!handle.ok()) return handle.status();
-    *pinned = handle.value();
+    std::shared_ptr<DeviceContext> context = TRY(found.device(device));
+    const PinnedBlock block = TRY(context->pinned().take(static_cast<std::size_t>(bytes)));
+    const std::shared_ptr<PinnedBlock> shared(new PinnedBlock(block),
+                                              [device = std::move(context)](PinnedBlock* released) {
+                                                device->pinned().release(*released);
+                                                delete released;
+                                              });
+    TRY(open_handle<PinnedBlock>(shared, engine, pinned));
     *memory = block.data;
     *device_address = block.address;
     return {};
@@ -340,15 +304,13 @@ gpufs_status gpufs_pinned_create(gpufs_handle engine, int32_t device, uint64_t b
 gpufs_status gpufs_queue_open(gpufs_handle engine, uint64_t capacity, gpufs_handle* queue) {
   return catch_all([&]() -> Status {
     auto entry = std::make_shared<QueueEntry>();
-    Result<std::shared_ptr<Engine>> found = HandleTable::instance().get<Engine>(engine);
-    if (!found.ok()) return found.status();
-    Result<std::shared_ptr<AsyncEngine>> operations = operations_of(engine);
-    if (!operations.ok()) return operations.status();
+    std::shared_ptr<Engine> found = TRY(HandleTable::instance().get<Engine>(engine));
+    std::shared_ptr<AsyncEngine> operations = TRY(operations_of(engine));
     if (capacity > kMostOperations) return Status(EINVAL, "a queue has room for 4194304 operations at most");
-    entry->engine = found.take();
-    entry->operations = operations.take();
+    entry->engine = std::move(found);
+    entry->operations = std::move(operations);
     entry->queue = entry->operations->open_queue(static_cast<std::size_t>(capacity));
-    return store_result(HandleTable::instance().put<QueueEntry>(std::move(entry), engine, close_of<QueueEntry>), queue);
+    return open_handle<QueueEntry>(std::move(entry), engine, queue, close_of<QueueEntry>);
   });
 }
 

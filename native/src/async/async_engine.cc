@@ -90,10 +90,8 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t dev
                                                                  const StreamPromises& promises,
                                                                  OperationStream::Origin origin) {
   // First of all: pinning memory, and other things below, can end the capture of any stream of the program.
-  Status capture = stream->check_capture();
-  if (!capture.ok()) return capture;
-  Status started = worker_.start();
-  if (!started.ok()) return started;
+  TRY(stream->check_capture());
+  TRY(worker_.start());
   DeviceState& state = *devices_[device];
   Result<std::unique_ptr<Event>> passed = state.context->device().create_event();
   if (!passed.ok()) return passed.status().with_context("an event for a stream");
@@ -116,9 +114,8 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::add_stream(std::size_t dev
 
 Result<std::shared_ptr<OperationStream>> AsyncEngine::create_stream(int device, const StreamPromises& promises) {
   if (device < 0 || device >= static_cast<int>(devices_.size())) return Status(EINVAL, "no such device");
-  Result<std::unique_ptr<Stream>> stream = devices_[device]->context->device().create_stream();
-  if (!stream.ok()) return stream.status();
-  return add_stream(device, stream.take(), promises, OperationStream::Origin::kOwn);
+  std::unique_ptr<Stream> stream = TRY(devices_[device]->context->device().create_stream());
+  return add_stream(device, std::move(stream), promises, OperationStream::Origin::kOwn);
 }
 
 Result<std::pair<std::size_t, std::unique_ptr<Stream>>> AsyncEngine::adopt(NativeStream native, int device) const {
@@ -137,17 +134,14 @@ Result<std::pair<std::size_t, std::unique_ptr<Stream>>> AsyncEngine::adopt(Nativ
 
 Result<std::shared_ptr<OperationStream>> AsyncEngine::register_stream(NativeStream native, int device,
                                                                       const StreamPromises& promises) {
-  Result<std::pair<std::size_t, std::unique_ptr<Stream>>> adopted = adopt(native, device);
-  if (!adopted.ok()) return adopted.status();
-  return add_stream(adopted.value().first, std::move(adopted.value().second), promises,
-                    OperationStream::Origin::kRegistered);
+  std::pair<std::size_t, std::unique_ptr<Stream>> adopted = TRY(adopt(native, device));
+  return add_stream(adopted.first, std::move(adopted.second), promises, OperationStream::Origin::kRegistered);
 }
 
 Result<std::shared_ptr<OperationStream>> AsyncEngine::imply_stream(NativeStream native, int device) {
   // Each time: the program may have destroyed the stream, and created another one with the same handle.
-  Result<std::pair<std::size_t, std::unique_ptr<Stream>>> adopted = adopt(native, device);
-  if (!adopted.ok()) return adopted.status();
-  const std::size_t index = adopted.value().first;
+  std::pair<std::size_t, std::unique_ptr<Stream>> adopted = TRY(adopt(native, device));
+  const std::size_t index = adopted.first;
   {
     const std::lock_guard lock(mutex_);
     for (const std::shared_ptr<OperationStream>& stream : streams_) {
@@ -157,14 +151,13 @@ Result<std::shared_ptr<OperationStream>> AsyncEngine::imply_stream(NativeStream 
       }
     }
   }
-  return add_stream(index, std::move(adopted.value().second), {}, OperationStream::Origin::kImplied);
+  return add_stream(index, std::move(adopted.second), {}, OperationStream::Origin::kImplied);
 }
 
 // ---- submitting ----
 
 Status AsyncEngine::reserve(std::size_t count) {
-  Status started = worker_.start();
-  if (!started.ok()) return started;
+  TRY(worker_.start());
   std::size_t now = outstanding_.load();
   do {
     if (options_.operations - std::min(options_.operations, now) < count) {
@@ -178,8 +171,7 @@ Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::v
                            std::vector<std::uint64_t>* ids, std::size_t* bad) {
   for (std::size_t number = 0; number < entries.size(); ++number) {
     *bad = number;
-    Status checked = Operation::check(entries[number].request, entries[number].stream.get());
-    if (!checked.ok()) return checked;
+    TRY(Operation::check(entries[number].request, entries[number].stream.get()));
   }
   *bad = 0;
   Status status = reserve(entries.size());
@@ -191,8 +183,7 @@ Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::v
     operations.push_back(std::make_shared<Operation>(++last_id_, std::move(entry.request), shared_from_this(),
                                                      std::move(entry.stream), queue));
   }
-  status = queue->add(operations);
-  if (!status.ok()) return status;
+  TRY(queue->add(operations));
   unreserve_all.dismiss();
   for (const std::shared_ptr<Operation>& operation : operations) {
     if (operation->stream() == nullptr) {

@@ -1,7 +1,6 @@
 #include "async/operation.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <limits>
 #include <string>
@@ -109,7 +108,7 @@ Result<Operation::Bound> Operation::bind() {
     return Status(EINVAL, "the size has grown from " + std::to_string(most) + " to " + std::to_string(transfer.bytes) +
                               " since the operation was submitted");
   }
-  if (Status status = check_numbers(request_, stream_.get()); !status.ok()) return status;
+  TRY(check_numbers(request_, stream_.get()));
   return transfer.bytes == 0 && transfer.sync == SyncMode::kNone ? Bound::kNothingToMove : Bound::kReady;
 }
 

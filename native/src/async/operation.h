@@ -13,7 +13,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <utility>
 
 #include "device/device_context.h"
 #include "io/transfer_engine.h"

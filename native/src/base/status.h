@@ -3,7 +3,6 @@
 // Not shared between threads without a lock.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <utility>
 #include <variant>
@@ -28,6 +27,10 @@ class [[nodiscard]] Status {
 
   // The same failure with the text "context: message". No effect on success.
   [[nodiscard]] Status with_context(const std::string& context) const;
+
+  // As a Result without a value, for TRY().
+  [[nodiscard]] const Status& status() const { return *this; }
+  void take() const {}
 
  private:
   int error_ = 0;
@@ -54,3 +57,12 @@ class [[nodiscard]] Result {
 };
 
 }  // namespace gpufs
+
+// The value of a Result; nothing of a Status. A failure is returned from the function that this stands in. Only as a
+// whole statement, or an initial or assigned value: temporaries of a larger expression would not be destroyed.
+#define TRY(...)                                        \
+  __extension__({                                       \
+    auto&& try_outcome = (__VA_ARGS__);                 \
+    if (!try_outcome.ok()) return try_outcome.status(); \
+    try_outcome.take();                                 \
+  })

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <utility>
-#include <vector>
 
 namespace gpufs {
 namespace {
@@ -29,10 +27,9 @@ Result<std::shared_ptr<DeviceContext>> DeviceContext::create(std::shared_ptr<Dri
                                                              std::uint64_t copy_chunk_bytes) {
   if (index >= driver->devices().size()) return Status(EINVAL, "no such device");
   Device& device = *driver->devices()[index];
-  Result<std::shared_ptr<observe::Region>> region = observe::Region::create(1, "");
-  if (!region.ok()) return region.status();
+  std::shared_ptr<observe::Region> region = TRY(observe::Region::create(1, ""));
   std::shared_ptr<DeviceContext> context(
-      new DeviceContext(std::move(driver), device, copy_chunk_bytes, {region.take(), 0}));
+      new DeviceContext(std::move(driver), device, copy_chunk_bytes, {std::move(region), 0}));
   return context;
 }
 

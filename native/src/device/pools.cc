@@ -57,8 +57,7 @@ Result<PinnedBlock> PinnedPool::take(std::size_t bytes) {
     return block;
   }
   if (rest_.bytes < bytes) {
-    Status pinned = pin_chunk(bytes);
-    if (!pinned.ok()) return pinned;
+    TRY(pin_chunk(bytes));
   }
   const PinnedBlock block{rest_.data, rest_.address, bytes};
   rest_ = {rest_.data + bytes, rest_.address + bytes, rest_.bytes - bytes};

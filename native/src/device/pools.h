@@ -37,10 +37,9 @@ class DevicePool {
       if (usable(*object)) return lease(std::move(object));
       list_->count(-1);
     }
-    Result<std::unique_ptr<T>> created = (device_.*create_)();
-    if (!created.ok()) return created.status();
+    std::unique_ptr<T> created = TRY((device_.*create_)());
     list_->count(1);
-    return lease(created.take());
+    return lease(std::move(created));
   }
 
   [[nodiscard]] std::size_t existing() const {

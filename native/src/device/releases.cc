@@ -1,7 +1,6 @@
 #include "device/releases.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 namespace gpufs {

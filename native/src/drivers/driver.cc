@@ -1,8 +1,5 @@
 #include "drivers/driver.h"
 
-#include <cerrno>
-#include <string>
-
 #include "drivers/cuda/cuda_driver.h"
 #include "drivers/hip/hip_driver.h"
 #include "drivers/host/host_device.h"

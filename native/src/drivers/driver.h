@@ -102,26 +102,26 @@ class DeviceMemory {
   // Reserves a new range of at least `bytes`, enough for every populated granule, which it shows at its offset; this
   // range becomes the current one, in which later populate() calls appear. Earlier ranges keep showing what they
   // showed. populated: all that is, in ascending order. ENOMEM: no address space.
-  virtual Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const Extent> populated) = 0;
-  Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes) { return reserve(bytes, {}); }
+  virtual Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes,
+                                                        std::span<const Extent> populated = {}) = 0;
 
   // Makes all of the spans exist, zeroed, in the current range. Whole granules, none populated yet, in ascending order.
   // All or nothing: a failure moves no other memory. ENOSPC: the device is full, or its cap is reached. Zeroing is
   // complete on return. Without waiting, ENOSPC may be premature: cached memory is not released.
-  virtual Status populate(std::span<const Extent> spans, Wait wait) = 0;
+  virtual Status populate_all(std::span<const Extent> spans, Wait wait) = 0;
   Status populate(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) {
     const Extent one{offset, bytes};
-    return populate(std::span(&one, 1), wait);
+    return populate_all(std::span(&one, 1), wait);
   }
 
   // Releases the spans; others can take their memory once no earlier range shows it. Memory that the device does not
   // take back stays with this object, which reuses it when the same granules are populated again. A caller could not do
   // better, so this never fails. Whole granules, all populated, in ascending order. Nothing may use release_span() of
   // any of them while this runs.
-  virtual void release(std::span<const Extent> spans) = 0;
+  virtual void release_all(std::span<const Extent> spans) = 0;
   void release(std::uint64_t offset, std::uint64_t bytes) {
     const Extent one{offset, bytes};
-    release(std::span(&one, 1));
+    release_all(std::span(&one, 1));
   }
 
   // What must not be in use, in any range, while release(offset, bytes) runs: [offset, offset+bytes), and more if the
@@ -306,8 +306,7 @@ class Device {
 
   [[nodiscard]] virtual const DeviceInfo& info() const = 0;
   // Without waiting, memory that is being released may be missing.
-  virtual Result<MemoryInfo> memory(Wait wait) = 0;
-  Result<MemoryInfo> memory() { return memory(Wait::kAllowed); }
+  virtual Result<MemoryInfo> memory(Wait wait = Wait::kAllowed) = 0;
 
   // Makes the device current on the calling thread, which is one of ours, until another one is bound there: calls are
   // cheaper then, and the vendors' calls for files need it. Cheap if the device is current already.

@@ -7,8 +7,6 @@
 #include <chrono>
 #include <climits>
 #include <cstring>
-#include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 

@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <chrono>
 #include <exception>
-#include <string>
 #include <utility>
 
 #include "base/log.h"
@@ -345,9 +344,8 @@ void BackingOperations::drop_set_id_after_copy(const File& to, const Caller& cal
 
 Result<std::uint64_t> BackingOperations::transfer(const TransferRequest& wanted, Inode& inode, SetIdLoss loss,
                                                   Cancellation& cancellation) {
-  const Result<std::shared_ptr<Transfer>> started = transfers_->start(wanted);
-  if (!started.ok()) return started.status();
-  Transfer& transfer = *started.value();
+  const std::shared_ptr<Transfer> started = TRY(transfers_->start(wanted));
+  Transfer& transfer = *started;
   cancellation.on_request([&transfer] { transfer.cancel(); });
   transfer.wait();
   cancellation.on_request(nullptr);

@@ -341,15 +341,14 @@ Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, con
     return kind == 0 ? buffer.allocate(offset, bytes, keep) : buffer.zero_range(offset, bytes, keep);
   };
   if (in.length <= kAllocateChunk) return apply(in.offset, in.length, keep_size);
-  const Result<MemoryInfo> memory = buffer.device()->memory();
-  if (!memory.ok()) return memory.status();
-  if (std::min(memory.value().free_bytes, buffer.charge().available()) < in.length)
+  const MemoryInfo memory = TRY(buffer.device()->memory());
+  if (std::min(memory.free_bytes, buffer.charge().available()) < in.length)
     return apply(in.offset, in.length, keep_size);
   for (std::uint64_t done = 0; done < in.length;) {
     if (cancellation.requested()) return Status(EINTR, "interrupted");
     const std::uint64_t bytes = std::min(kAllocateChunk, in.length - done);
     const bool last = done + bytes == in.length;
-    if (Status status = apply(in.offset + done, bytes, keep_size || !last); !status.ok()) return status;
+    TRY(apply(in.offset + done, bytes, keep_size || !last));
     done += bytes;
   }
   return {};

@@ -1,9 +1,7 @@
 #include "fuse/control_messages.h"
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <string_view>

@@ -41,7 +41,7 @@ void Cancellation::on_request(std::function<void()> action) {
 Status Executor::start() {
   const std::lock_guard lock(state_->mutex);
   while (state_->threads < kPermanentThreads) {
-    if (Status status = start_worker(state_); !status.ok()) return status;
+    TRY(start_worker(state_));
   }
   return {};
 }

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 
 #include "base/pages.h"
-#include "fuse/protocol.h"
 
 namespace gpufs::fuse {
 

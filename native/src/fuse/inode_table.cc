@@ -4,10 +4,8 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstddef>
 #include <exception>
 #include <functional>
 #include <string>
@@ -74,10 +72,7 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const Wanted& wanted) {
   }
   std::shared_ptr<Buffer> buffer;
   if (is_regular(attributes.mode) && attributes.device >= 0) {
-    Result<std::shared_ptr<Buffer>> created =
-        Buffer::create(devices_[static_cast<std::size_t>(attributes.device)], /*preallocates=*/true);
-    if (!created.ok()) return created.status();
-    buffer = created.take();
+    buffer = TRY(Buffer::create(devices_[static_cast<std::size_t>(attributes.device)], /*preallocates=*/true));
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
   if (attributes.ino == 0) attributes.ino = ino_numbers_.next();
@@ -87,7 +82,7 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const Wanted& wanted) {
   state.record.first_directory = wanted.first_directory;
   auto inode = std::make_shared<Inode>(std::move(state), std::move(buffer), std::string(wanted.target), records_);
   if (wanted.parent != nullptr) inode->inherit(*wanted.parent, wanted.umask);
-  if (Status inserted = insert(inode); !inserted.ok()) return inserted;
+  TRY(insert(inode));
   return inode;
 }
 
@@ -205,7 +200,7 @@ std::shared_ptr<Inode> InodeTable::find(std::uint64_t ino) const {
 Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait) {
   // The size comes first, because it can fail, and without our mutex: the buffer takes that itself if contents move.
   if (changes.size) {
-    if (Status status = inode.buffer()->resize(*changes.size, wait); !status.ok()) return status;
+    TRY(inode.buffer()->resize(*changes.size, wait));
   }
   const bool pays = changes.uid && inode.buffer_;
   std::shared_ptr<Account> payer = pays ? quotas_.user(inode.device_, *changes.uid) : nullptr;
@@ -578,10 +573,7 @@ Result<std::shared_ptr<Inode>> InodeTable::restore_inode(Restored& found, const 
   }
   std::shared_ptr<Buffer> buffer;
   if (has_contents) {
-    Result<std::shared_ptr<Buffer>> restored =
-        Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *found.contents, host_tier());
-    if (!restored.ok()) return restored.status();
-    buffer = restored.take();
+    buffer = TRY(Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *found.contents, host_tier()));
     if (found.contents->parked) buffer->charge_parked_to(host_account(attributes.uid));
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
@@ -610,7 +602,7 @@ Status InodeTable::restore() {
   records_.each_name([&](std::uint64_t, const NameRecord& name) { known.directories.insert(name.directory); });
   for (const Restored& each : found) ++known.devices[each.record.attributes.device];
   // Before the buffers: the slabs must know which slots are free.
-  if (Status slabs = restore_slabs(found); !slabs.ok()) return slabs;
+  TRY(restore_slabs(found));
   for_each_index(found.size(), [&](std::size_t index) {
     Restored& mine = found[index];
     if (!mine.status.ok()) return;

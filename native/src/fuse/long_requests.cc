@@ -1,8 +1,5 @@
 #include "fuse/long_requests.h"
 
-#include <algorithm>
-#include <cerrno>
-
 #include "base/math.h"
 #include "fuse/protocol.h"
 

@@ -13,7 +13,6 @@
 #include <variant>
 
 #include "base/keeper_messages.h"
-#include "base/log.h"
 #include "base/pages.h"
 #include "fuse/protocol.h"
 
@@ -209,8 +208,8 @@ Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
   if (!ended.valid()) return Status::from_errno(errno, "eventfd");
   std::shared_ptr<Mount> mount(
       new Mount(std::move(device), std::move(relay), std::move(ended), std::move(devices), std::move(options)));
-  if (Status status = mount->executor_.start(); !status.ok()) return status;
-  if (Status status = mount->restore(); !status.ok()) return status;
+  TRY(mount->executor_.start());
+  TRY(mount->restore());
   return mount;
 }
 
@@ -219,8 +218,8 @@ Status Mount::restore() {
     for (const std::shared_ptr<DeviceContext>& device : table_.devices()) device->device().set_keeper(kept_);
   }
   if (const auto init = records_.init()) {  // else nothing was there
-    if (Status status = table_.restore(); !status.ok()) return status;
-    if (Status status = names_.restore(); !status.ok()) return status;
+    TRY(table_.restore());
+    TRY(names_.restore());
     name_operations_.restore_directories();
     relay_.restore_init(init->first, init->second);
     restored_ = true;
@@ -255,7 +254,7 @@ void Mount::close_handle(std::uint64_t handle) {
 Status Mount::survives() const {
   if (records_.journal() == nullptr) return Status(EOPNOTSUPP, "it has no keeper");
   for (const std::shared_ptr<DeviceContext>& device : table_.devices()) {
-    if (Status keeping = device->device().check_keeping(); !keeping.ok()) return keeping;
+    TRY(device->device().check_keeping());
   }
   if (!relay_.init().granted(kInitHasResend)) return Status(EOPNOTSUPP, "the kernel is older than Linux 6.9");
   const Status health = records_.journal()->health();

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <string_view>
 
 #include "fuse/attributes.h"
 #include "fuse/inode_table.h"

@@ -6,9 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
-#include <mutex>
-#include <string>
-#include <vector>
 
 #include "base/log.h"
 #include "base/pages.h"
@@ -32,7 +29,7 @@ Status check_name(std::string_view name) {
 // Whether a directory takes this new name.
 Status check_new_name(const Inode& directory, const InodeNames& names, std::string_view name) {
   if (!is_directory(directory)) return Status(ENOTDIR, "not a directory");
-  if (Status status = check_name(name); !status.ok()) return status;
+  TRY(check_name(name));
   if (is_special(name) || names.entries().contains(name)) return Status(EEXIST, "the name exists");
   if (directory.is_fixed()) return Status(EPERM, "the directory belongs to the mount");
   if (names.closed()) return Status(ENOENT, "the directory has been removed");
@@ -47,7 +44,7 @@ Status check_users_directory(const Inode& directory) {
 
 // The inode that a name leads to.
 Result<std::shared_ptr<Inode>> find_entry(const InodeNames& names, std::string_view name) {
-  if (Status status = check_name(name); !status.ok()) return status;
+  TRY(check_name(name));
   const auto found = names.entries().find(name);
   if (found == names.entries().end()) return Status(ENOENT, "no such name");
   return found->second.inode;
@@ -131,8 +128,7 @@ Result<Namespace::InodePointer> Namespace::add(Inode& directory, const NewInode&
 Result<Namespace::InodePointer> Namespace::make(NamesWriter& writer, Inode& directory,
                                                 std::optional<std::string_view> name, const NewInode& wanted) {
   const bool is_named = name.has_value();
-  Status status = is_named ? check_new_name(directory, directory.names_, *name) : check_users_directory(directory);
-  if (!status.ok()) return status;
+  TRY(is_named ? check_new_name(directory, directory.names_, *name) : check_users_directory(directory));
   const std::uint32_t links = S_ISDIR(wanted.mode) ? 2 : 1;
   Result<InodePointer> added = add(directory, wanted, is_named ? links : 0, 1, !is_named);
   if (!added.ok()) return added;
@@ -154,11 +150,9 @@ Result<Namespace::InodePointer> Namespace::create(Inode& directory, std::string_
 Result<Namespace::Opened> Namespace::create_open(Inode& directory, std::optional<std::string_view> name,
                                                  const NewInode& wanted, int flags) {
   NamesWriter writer(mutex_, table_);
-  const Result<InodePointer> made = make(writer, directory, name, wanted);
-  if (!made.ok()) return made.status();
-  const Result<std::uint64_t> handle = table_.open(made.value(), flags);
-  if (!handle.ok()) return handle.status();
-  return Opened{made.value(), handle.value()};
+  const InodePointer made = TRY(make(writer, directory, name, wanted));
+  const std::uint64_t handle = TRY(table_.open(made, flags));
+  return Opened{made, handle};
 }
 
 // ---- changes of names ----
@@ -167,14 +161,12 @@ Status Namespace::link(const InodePointer& inode, Inode& directory, std::string_
   NamesWriter writer(mutex_, table_);
   const InodeNames& names = inode->names_;
   if (is_directory(*inode) || inode->is_fixed()) return Status(EPERM, "an inode that has one name");
-  if (Status status = check_new_name(directory, directory.names_, name); !status.ok()) return status;
+  TRY(check_new_name(directory, directory.names_, name));
   if (!same_realm(*inode, directory)) return Status(EXDEV, "another device, or across a limited directory");
   const bool is_unnamed = Inode::Reader(*inode)->record.first_directory != 0;
   if (names.names().empty() && !is_unnamed) return Status(ENOENT, "the file has been removed");
   // First: the limit for metadata may be reached.
-  if (Status status = table_.set_links(inode, static_cast<std::uint32_t>(names.names().size() + 1)); !status.ok()) {
-    return status;
-  }
+  TRY(table_.set_links(inode, static_cast<std::uint32_t>(names.names().size() + 1)));
   writer.attach(directory, name, inode);
   if (is_unnamed) Inode::Writer(*inode)->record.first_directory = 0;
   records_.done({inode->ino(), 0});
@@ -183,12 +175,10 @@ Status Namespace::link(const InodePointer& inode, Inode& directory, std::string_
 
 Status Namespace::remove(Inode& directory, std::string_view name, bool removes_directory) {
   NamesWriter writer(mutex_, table_);
-  if (Status status = check_users_directory(directory); !status.ok()) return status;
+  TRY(check_users_directory(directory));
   if (removes_directory && name == ".") return Status(EINVAL, "a name that cannot be removed");
   if (removes_directory && name == "..") return Status(ENOTEMPTY, "the directory has entries");
-  Result<InodePointer> found = find_entry(directory.names_, name);
-  if (!found.ok()) return found.status();
-  InodePointer inode = found.take();
+  InodePointer inode = TRY(find_entry(directory.names_, name));
   if (is_directory(*inode) && !removes_directory) return Status(EISDIR, "a directory");
   if (!is_directory(*inode) && removes_directory) return Status(ENOTDIR, "not a directory");
   if (!inode->names_.entries().empty()) return Status(ENOTEMPTY, "the directory has entries");
@@ -226,14 +216,12 @@ Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std:
   if ((flags & ~kKnown) != 0 || (exchanges && flags != RENAME_EXCHANGE)) return Status(EINVAL, "unknown flags");
   NamesWriter writer(mutex_, table_);
   for (const Inode* const directory : {&from, &to}) {
-    if (Status status = check_users_directory(*directory); !status.ok()) return status;
+    TRY(check_users_directory(*directory));
   }
   if (to.names_.closed()) return Status(ENOENT, "the directory has been removed");
-  if (Status status = check_name(new_name); !status.ok()) return status;
+  TRY(check_name(new_name));
   if (is_special(old_name) || is_special(new_name)) return Status(EBUSY, "a name that cannot change");
-  Result<InodePointer> source = find_entry(from.names_, old_name);
-  if (!source.ok()) return source.status();
-  const InodePointer inode = source.take();
+  const InodePointer inode = TRY(find_entry(from.names_, old_name));
   const auto taken = to.names_.entries().find(new_name);
   InodePointer target = taken != to.names_.entries().end() ? taken->second.inode : nullptr;
   if ((flags & RENAME_NOREPLACE) != 0 && target) return Status(EEXIST, "the name exists");
@@ -248,13 +236,11 @@ Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std:
   }
   if (inode == target) return {};
   if (target) {
-    if (Status status = check_replaceable(*inode, *target, target->names_); !status.ok()) return status;
+    TRY(check_replaceable(*inode, *target, target->names_));
   }
   InodePointer whiteout;
   if ((flags & RENAME_WHITEOUT) != 0) {  // first: without memory for it nothing changes
-    Result<InodePointer> added = add(from, {.mode = S_IFCHR, .uid = uid, .gid = gid}, 1, 0);
-    if (!added.ok()) return added.status();
-    whiteout = added.take();
+    whiteout = TRY(add(from, {.mode = S_IFCHR, .uid = uid, .gid = gid}, 1, 0));
   }
   writer.attach(to, new_name, inode);
   if (whiteout) {

@@ -2,8 +2,6 @@
 
 #include <unistd.h>
 
-#include <string>
-
 namespace gpufs::fuse {
 namespace {
 

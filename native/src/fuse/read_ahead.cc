@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstddef>
 #include <cstring>
 
 #include "base/log.h"
@@ -59,9 +58,8 @@ Status ReadAhead::start(const std::string& directory, std::uint64_t piece, std::
   directory_ = directory;
   file_system_ = found.st_dev;
   piece_ = piece;
-  const Result<UniqueFd> root = open_directory();
-  if (!root.ok()) return root.status();
-  if (!open_inode(root.value().get(), FUSE_ROOT_ID).valid()) return Status::from_errno(errno, "opening by a handle");
+  UniqueFd root = TRY(open_directory());
+  if (!open_inode(root.get(), FUSE_ROOT_ID).valid()) return Status::from_errno(errno, "opening by a handle");
   running_ = true;
   for (std::size_t index = 0; index < std::min(threads, kMostThreads); ++index) {
     Result<std::thread> thread = start_thread("gpufs-ahead-" + std::to_string(index), [this, index] { work(index); });

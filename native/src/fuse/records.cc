@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstring>
 #include <type_traits>
-#include <utility>
 
 #include "fuse/protocol.h"
 

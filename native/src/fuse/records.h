@@ -6,14 +6,12 @@
 // has one writer, without which its object does not change: Inode::Writer, NamesWriter, OpenFiles, Quotas.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <span>
-#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <utility>

@@ -8,16 +8,13 @@
 #include <cstring>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <utility>
-#include <vector>
 
 #include "base/log.h"
 #include "base/math.h"
 #include "base/pages.h"
 #include "base/thread.h"
 #include "fuse/control_messages.h"
-#include "fuse/protocol.h"
 
 namespace gpufs::fuse {
 

@@ -3,7 +3,6 @@
 // Any thread may forward; replies come on the relay's own thread, which waits for nothing but the socket.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>

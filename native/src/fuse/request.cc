@@ -2,7 +2,6 @@
 
 #include <cerrno>
 #include <exception>
-#include <string>
 #include <utility>
 
 #include "base/log.h"

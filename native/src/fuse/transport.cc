@@ -10,8 +10,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <chrono>
-#include <cstring>
 #include <exception>
 #include <string>
 #include <utility>
@@ -85,7 +83,7 @@ Transport::Transport(UniqueFd device, const TransportOptions& options, observe::
 Status Transport::start(RequestHandler& handler) {
   if (kick_signal() == 0) return Status(EAGAIN, "no real-time signal is free for the reader threads");
   handler_ = &handler;
-  if (Status status = spawn_reader(); !status.ok()) return status;
+  TRY(spawn_reader());
   Status watching = watcher_.start();
   if (!watching.ok()) stop();
   return watching;
@@ -116,9 +114,8 @@ void Transport::stop() {
 Status Transport::spawn_reader() {
   auto reader = std::make_unique<Reader>();
   do {
-    Result<PayloadMemory> memory = PayloadMemory::create(payload_bytes_, locks_);
-    if (!memory.ok()) return memory.status();
-    reader->memory.push_back(memory.take());
+    PayloadMemory memory = TRY(PayloadMemory::create(payload_bytes_, locks_));
+    reader->memory.push_back(std::move(memory));
   } while (locks_ != nullptr && reader->memory.size() < kPinnedInTurn);
   Reader* raw = reader.get();
 

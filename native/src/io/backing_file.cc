@@ -156,12 +156,11 @@ Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd) { return open(fd,
 
 Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operations) {
   // Before `fd` is duplicated, since even closing a duplicate sends a request to a mount of our own.
-  Result<Looked> seen = look_at(fd);
-  if (!seen.ok()) return seen.status();
+  Looked seen = TRY(look_at(fd));
   UniqueFd held(::fcntl(fd, F_DUPFD_CLOEXEC, 3));
   if (!held.valid()) return Status::from_errno(errno, "the backing file's descriptor");
-  const struct statx& status = seen.value().status;
-  const int flags = seen.value().flags;
+  const struct statx& status = seen.status;
+  const int flags = seen.flags;
   const int access = flags & O_ACCMODE;
   if (S_ISDIR(status.stx_mode)) return Status(EISDIR, "the backing file is a directory");
   if (!S_ISREG(status.stx_mode) && !S_ISBLK(status.stx_mode)) {
@@ -175,7 +174,7 @@ Result<std::shared_ptr<BackingFile>> BackingFile::open(int fd, FileOps& operatio
   facts.append = (flags & O_APPEND) != 0;
   facts.disk = facts.block_device ? ::makedev(status.stx_rdev_major, status.stx_rdev_minor)
                                   : ::makedev(status.stx_dev_major, status.stx_dev_minor);
-  judge_file_system(seen.value().mount.type, seen.value().mount.options, facts);
+  judge_file_system(seen.mount.type, seen.mount.options, facts);
   if (facts.block_device) {
     // The node's file system says nothing about the device.
     facts.always_hot = false;

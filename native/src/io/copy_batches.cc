@@ -62,8 +62,7 @@ Status CopyBatches::submit(Lane& lane) {
   const std::span<const HostCopy> copies(lane.batch->copies_);
   const std::size_t step = lane.batch->known_ ? copies.size() : 1;
   for (std::size_t at = 0; at < copies.size(); at += step) {
-    Status status = lane.stream->copy(direction_, copies.subspan(at, step));
-    if (!status.ok()) return status;
+    TRY(lane.stream->copy(direction_, copies.subspan(at, step)));
   }
   return lane.stream->record(*lane.event);
 }

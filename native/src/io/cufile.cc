@@ -4,14 +4,11 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
-#include <string_view>
 #include <utility>
 
 #include "base/log.h"
-#include "base/math.h"
 #include "drivers/gpu/vendor_library.h"
 #include "io/backing_file.h"
 

@@ -9,13 +9,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <cerrno>
-#include <cstddef>
 #include <vector>
 
-#include "base/math.h"
 #include "base/pages.h"
 #include "base/scope_guard.h"
 

@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "base/math.h"
 #include "base/status.h"

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "base/log.h"
-#include "base/math.h"
 #include "drivers/gpu/vendor_library.h"
 #include "drivers/hip/hip_library.h"
 #include "io/backing_file.h"

@@ -348,16 +348,15 @@ void Pipeline::move_without_bounce_buffer(Work& work) {
 }
 
 Status Pipeline::move_in_place(Work& work) {
-  const Result<TransferTarget::Pin> pinned = memory_.pin(work.chunk.offset + work.done, work.rest());
-  if (!pinned.ok()) return pinned.status();
+  const TransferTarget::Pin pinned = TRY(memory_.pin(work.chunk.offset + work.done, work.rest()));
   const bool direct = wants_direct(work);
-  for (const TransferTarget::Piece& piece : pinned.value().pieces) {
+  for (const TransferTarget::Piece& piece : pinned.pieces) {
     const bool hole = piece.address == 0;
     const auto* const memory = reinterpret_cast<const std::byte*>(piece.address);
     const Moved moved = facts_.load() ? read_in_place(work, piece, direct)
                         : hole        ? store_hole(work, piece.bytes)
                                       : write_out(memory, piece.bytes, file_offset(work), direct);
-    if (Status intact = memory_.target().check_pinned(); !intact.ok()) return intact;
+    TRY(memory_.target().check_pinned());
     work.done += moved.bytes;
     if (!hole) work.count(Path::kFallback, moved.bytes);
     if (!moved.status.ok() || moved.bytes < piece.bytes) return moved.status;
@@ -431,19 +430,15 @@ void Pipeline::count_file_bytes(bool direct, std::uint64_t bytes) {
 
 // The next slot in turn. This is where a thread waits for the device.
 Result<Pipeline::Slot*> Pipeline::next_slot() {
-  Status bound = device_.device().bind_thread();
-  if (!bound.ok()) return bound;
+  TRY(device_.device().bind_thread());
   if (batches_ == nullptr) {
-    Result<std::shared_ptr<CopyBatches>> batches = transfer_.copy_batches();
-    if (!batches.ok()) return batches.status();
-    batches_ = batches.take();
+    batches_ = TRY(transfer_.copy_batches());
   }
   TransferEngine& engine = transfer_.engine();
   if (slots_.empty()) {
     const observe::Span span(observe::TraceKind::kSlotWait, device_index_, 0, 0, facts_.trace_id);
-    Result<BounceBuffer> first = engine.bounce_pool()->acquire(facts_.device, transfer_.cancelled());
-    if (!first.ok()) return first.status();
-    add_slot(first.take());
+    BounceBuffer first = TRY(engine.bounce_pool()->acquire(facts_.device, transfer_.cancelled()));
+    add_slot(std::move(first));
   } else if (static_cast<int>(slots_.size()) < engine.options().slots && !done(*slots_[turn_])) {
     // While the device works on the slot that is next. Otherwise that slot is better than an additional one: with few
     // slots, what the threads copy through stays in the CPUs' cache, and the device reads it from there.

@@ -1,7 +1,6 @@
 #include "io/plan.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <utility>
 
 #include "base/math.h"

@@ -41,9 +41,7 @@ Status StoreFile::finish(std::uint64_t reached, std::uint64_t touched) {
   const std::uint64_t highest = std::max(preallocated_end_, touched == 0 ? 0 : offset_ + touched);
   const std::uint64_t end = reached == 0 ? original_size_ : offset_ + reached;
   if (highest == 0) return {};
-  const Result<std::uint64_t> known = size_of(file_);
-  if (!known.ok()) return known.status();
-  const std::uint64_t size = known.value();
+  const std::uint64_t size = TRY(size_of(file_));
   const std::uint64_t wanted_size = std::max(end, original_size_);
   // A larger size was set by another writer.
   const bool too_long = size > wanted_size && size <= highest;

@@ -1,10 +1,8 @@
 #include "io/target_memory.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <optional>
 
 #include "base/thread.h"
 
@@ -84,8 +82,7 @@ Status TargetMemory::allocate_to(std::uint64_t end, Wait wait) {
   while (allocated_end_ < end) {
     if (!allocating_) {
       allocating_ = true;
-      Status status = allocate_on(lock, end);
-      if (!status.ok()) return status;
+      TRY(allocate_on(lock, end));
     } else if (wait == Wait::kAllowed) {
       allocated_.wait(lock);
     } else {
@@ -110,7 +107,7 @@ Status TargetMemory::allocate_on(std::unique_lock<std::mutex>& lock, std::uint64
 // Holes get no memory.
 Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
   for (const Extent& data : holes(holes_, start, end)) {  // what is between the file's holes
-    if (Status status = target_->pin_for_write(offset_ + data.offset, data.bytes).status(); !status.ok()) return status;
+    TRY(target_->pin_for_write(offset_ + data.offset, data.bytes).status());
   }
   return {};
 }
@@ -118,8 +115,7 @@ Status TargetMemory::allocate_data(std::uint64_t start, std::uint64_t end) {
 Result<TransferTarget::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
   if (!load_) return target_->pin_for_read(offset_ + offset, bytes, wait);
   if (growing_ != nullptr) {
-    Status allocated = allocate_to(offset + bytes, wait);
-    if (!allocated.ok()) return allocated;
+    TRY(allocate_to(offset + bytes, wait));
   }
   Result<TransferTarget::Pin> pinned = target_->pin_for_write(offset_ + offset, bytes, wait);
   if (!pinned.ok()) return pinned;

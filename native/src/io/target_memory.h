@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 #include <utility>
-#include <vector>
 
 #include "base/status.h"
 #include "io/plan.h"

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstddef>
 #include <utility>
-#include <vector>
 
 #include "base/cpus.h"
 #include "base/log.h"
@@ -222,19 +221,15 @@ Result<Plan> Transfer::prepare() {
   if (!ready.ok()) return ready;
   std::uint64_t file_size = 0;
   if (load() || !file().facts().block_device) {
-    const Result<std::uint64_t> known = size_of(file());
-    if (!known.ok()) return known.status();
-    file_size = known.value();
+    file_size = TRY(size_of(file()));
   }
-  const Result<std::uint64_t> total = total_bytes(file_size);
-  if (!total.ok()) return total.status();
-  if (total.value() == 0) return Plan();
-  facts_.total = total.value();
-  Result<Plan> plan = make_plan(total.value());
+  const std::uint64_t total = TRY(total_bytes(file_size));
+  if (total == 0) return Plan();
+  facts_.total = total;
+  Result<Plan> plan = make_plan(total);
   if (!plan.ok()) return plan;
   if (load()) return leave_holes_out(file_size, plan.value());
-  ready = preallocate(file_size, plan.value());
-  if (!ready.ok()) return ready;
+  TRY(preallocate(file_size, plan.value()));
   return plan;
 }
 
@@ -314,15 +309,13 @@ Result<Plan> Transfer::leave_holes_out(std::uint64_t file_size, const Plan& plan
   search.target_offset = request().target_offset;
   search.bytes = plan.bytes();
   search.granule = facts_.device->info().granule;
-  Result<Extents> holes = holes_of(file(), search, cancelled_);
-  if (!holes.ok()) return holes.status();
-  if (holes.value().empty()) return plan;
-  Plan cut = plan.without_holes(holes.value());
+  Extents holes = TRY(holes_of(file(), search, cancelled_));
+  if (holes.empty()) return plan;
+  Plan cut = plan.without_holes(holes);
   const TargetMemory::AccessGuard access = memory_.access();
   if (!access) return cancelled_status();
   // Before the first chunk is handed out, since freeing memory waits for its users.
-  Status punched = memory_.punch(holes.take(), cancelled_);
-  if (!punched.ok()) return punched;
+  TRY(memory_.punch(std::move(holes), cancelled_));
   return cut;
 }
 

@@ -81,8 +81,7 @@ TransferEngine::TransferEngine(const IoOptions& options, std::shared_ptr<Fastpat
 
 Result<std::shared_ptr<TransferEngine>> TransferEngine::create(const IoOptions& options,
                                                                std::shared_ptr<Fastpath> fastpath) {
-  const Status checked = check_options(options);
-  if (!checked.ok()) return checked;
+  TRY(check_options(options));
   std::shared_ptr<TransferEngine> inner(new TransferEngine(options, std::move(fastpath)));
   // The threads hold the engine themselves. So the pointers that callers hold are counted apart: with the last of them
   // the threads end, and never on one of their own.
@@ -105,8 +104,7 @@ std::shared_ptr<Scheduler> TransferEngine::scheduler_for(int node) {
 }
 
 Result<std::shared_ptr<Transfer>> TransferEngine::start(const TransferRequest& request) {
-  const Status checked = check(request);
-  if (!checked.ok()) return checked;
+  TRY(check(request));
   const std::shared_ptr<Scheduler> scheduler = scheduler_for(request.target->device()->info().numa_node);
   auto transfer = std::make_shared<Transfer>(shared_from_this(), scheduler, request);
   if (request.bytes == 0 && request.sync == SyncMode::kNone) {

@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
-#include <span>
 #include <string>
 #include <utility>
 
@@ -79,7 +78,7 @@ Result<std::unique_ptr<Journal>> Journal::create() {
   UniqueFd file(::memfd_create("gpufs-journal", MFD_CLOEXEC));
   if (!file.valid()) return Status::from_errno(errno, "creating the journal");
   if (::ftruncate(file.get(), kHeaderBytes) != 0) return Status::from_errno(errno, "creating the journal");
-  if (Status mapped = journal->map(std::move(file)); !mapped.ok()) return mapped;
+  TRY(journal->map(std::move(file)));
   Header& header = journal->header();
   header.version = kFormat;
   header.end.store(kHeaderBytes);
@@ -89,8 +88,8 @@ Result<std::unique_ptr<Journal>> Journal::create() {
 
 Result<std::unique_ptr<Journal>> Journal::restore(UniqueFd descriptor) {
   std::unique_ptr<Journal> journal(new Journal);
-  if (Status mapped = journal->map(std::move(descriptor)); !mapped.ok()) return mapped;
-  if (Status read = journal->read_blocks(); !read.ok()) return read;
+  TRY(journal->map(std::move(descriptor)));
+  TRY(journal->read_blocks());
   return journal;
 }
 

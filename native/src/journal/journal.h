@@ -21,7 +21,6 @@
 #include <mutex>
 #include <set>
 #include <span>
-#include <string_view>
 #include <vector>
 
 #include "base/status.h"

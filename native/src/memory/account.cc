@@ -3,10 +3,7 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <array>
-#include <cerrno>
 #include <cstdio>
-#include <utility>
 
 #include "base/log.h"
 
@@ -149,7 +146,7 @@ AddressSpace::Share* Charge::share_locked() const {
 Status Charge::take_addresses(std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   if (share_locked() != nullptr) {
-    if (Status status = share_locked()->take(bytes, 0); !status.ok()) return status;
+    TRY(share_locked()->take(bytes, 0));
   }
   address_bytes_ += bytes;
   return {};
@@ -164,7 +161,7 @@ void Charge::release_addresses(std::uint64_t bytes) {
 Status Charge::take_descriptors(std::uint64_t more) {
   const std::lock_guard lock(mutex_);
   if (share_locked() != nullptr) {
-    if (Status status = share_locked()->take(0, more); !status.ok()) return status;
+    TRY(share_locked()->take(0, more));
   }
   descriptors_ += more;
   return {};

@@ -4,7 +4,6 @@
 // Thread-safe. Nothing waits for anything but the mutex.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
-#include <memory>
 #include <utility>
 
 #include "device/device_context.h"
@@ -51,7 +49,7 @@ Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> de
 Result<std::shared_ptr<Buffer>> Buffer::restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents,
                                                 const std::shared_ptr<DeviceContext>& host) {
   auto buffer = std::make_shared<ExtentBuffer>(std::move(device), /*preallocates=*/true);
-  if (Status restored = buffer->restore(contents, host); !restored.ok()) return restored;
+  TRY(buffer->restore(contents, host));
   return std::shared_ptr<Buffer>(std::move(buffer));
 }
 
@@ -63,7 +61,7 @@ Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_off
   const std::uint64_t source_size = source.size();
   if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};
   bytes = std::min(bytes, source_size - source_offset);
-  if (Status status = clip_copy(offset, &bytes); !status.ok()) return status;
+  TRY(clip_copy(offset, &bytes));
   if (&source == this && offset < source_offset + bytes && source_offset < offset + bytes) {
     return Status(EINVAL, "the ranges to copy overlap");
   }
@@ -89,10 +87,8 @@ Status Buffer::copy_pieces(DeviceAddress destination, const Buffer& source, cons
                            std::uint64_t* copied) const {
   const DeviceContext& to = *device();
   for (const Piece& piece : pieces) {
-    Status status = piece.address == 0
-                        ? to.device().zero(destination + *copied, piece.bytes)
-                        : copy_between(to, destination + *copied, *source.device(), piece.address, piece.bytes);
-    if (!status.ok()) return status;
+    TRY(piece.address == 0 ? to.device().zero(destination + *copied, piece.bytes)
+                           : copy_between(to, destination + *copied, *source.device(), piece.address, piece.bytes));
     *copied += piece.bytes;
   }
   return {};

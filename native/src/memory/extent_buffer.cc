@@ -3,10 +3,8 @@
 #include "memory/extent_buffer.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <ctime>
-#include <string>
 #include <utility>
 
 #include "base/log.h"
@@ -100,8 +98,7 @@ Status ExtentBuffer::for_each_piece(const ReadPin& held, Work work) {
     const bool hole = extent == snapshot.extents.end() || extent->offset > position;
     std::uint64_t stop = end;
     if (extent != snapshot.extents.end()) stop = std::min(stop, hole ? extent->offset : extent->end());
-    Status status = work(Piece{Extent::between(position - first, stop - first), hole ? 0 : snapshot.base + position});
-    if (!status.ok()) return status;
+    TRY(work(Piece{Extent::between(position - first, stop - first), hole ? 0 : snapshot.base + position}));
     if (!hole) ++extent;
     position = stop;
   }
@@ -136,7 +133,7 @@ Status ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, Rea
   for (;; state_changed_.wait(lock)) {
     while (parked_ != nullptr) {
       lock.unlock();
-      if (Status status = bring_back(wait); !status.ok()) return status;
+      TRY(bring_back(wait));
       lock.lock();
     }
     const std::uint64_t size = size_.load(std::memory_order_relaxed);
@@ -173,11 +170,9 @@ Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, Writ
       [&]() -> Status {
         const std::unique_lock mutation = lock_mutation(how.wait);
         if (!mutation) return would_wait();
-        Status status = unpark(how.wait);
-        if (!status.ok()) return status;
+        TRY(unpark(how.wait));
         const Extent range = placed(offset, end);
-        status = ensure(range.offset, range.end(), how);
-        if (!status.ok()) return status;
+        TRY(ensure(range.offset, range.end(), how));
         const std::lock_guard lock(state_mutex_);
         // Only the holder of the mutation's mutex can take it away again or close the way.
         if (!try_write_locked(offset, end, held)) return Status(EIO, "memory that was just populated is not there");
@@ -195,14 +190,13 @@ Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::u
 
 Result<Buffer::Pin> ExtentBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
   ReadPin held;
-  if (Status status = acquire_read(offset, bytes, &held, wait); !status.ok()) return status;
+  TRY(acquire_read(offset, bytes, &held, wait));
   return pin(std::move(held));
 }
 
 Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
   std::uint64_t end = 0;
-  Status status = check_end(offset, bytes, &end);
-  if (!status.ok()) return status;
+  TRY(check_end(offset, bytes, &end));
   struct Kept {
     std::shared_ptr<Buffer> buffer;  // destroyed after the pin
     WritePin held;
@@ -211,8 +205,7 @@ Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint6
   kept->buffer = shared_from_this();
   Pin pin{{}, kept};
   if (bytes != 0) {
-    status = acquire_write(offset, end, &kept->held, {.wait = wait});
-    if (!status.ok()) return status;
+    TRY(acquire_write(offset, end, &kept->held, {.wait = wait}));
     pin.pieces.push_back({{offset, bytes}, kept->held.address()});
   }
   return pin;
@@ -243,9 +236,8 @@ bool ExtentBuffer::publish(std::uint64_t end, const Claim* since) {
 Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) {
   if (const std::shared_ptr<Buffer> held = parked()) return held->read(offset, destination, wait);
   ReadPin held;
-  Status status = acquire_read(offset, destination.size(), &held, wait);
-  if (!status.ok()) return status;
-  status = for_each_piece(held, [&](const Piece& piece) {
+  TRY(acquire_read(offset, destination.size(), &held, wait));
+  Status status = for_each_piece(held, [&](const Piece& piece) {
     std::byte* const out = destination.data() + (piece.offset - offset);
     if (piece.address != 0) return context_->device().copy_out(out, piece.address, piece.bytes);
     std::memset(out, 0, piece.bytes);
@@ -262,8 +254,7 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
   if (source.empty()) return std::size_t{0};
   {
     WritePin held;
-    status = acquire_write(offset, end, &held, {.speculative = true, .wait = wait});
-    if (!status.ok()) return status;
+    TRY(acquire_write(offset, end, &held, {.speculative = true, .wait = wait}));
     status = context_->device().copy_in(held.address(), source.data(), source.size());
     if (status.ok()) {
       publish(end);
@@ -279,7 +270,7 @@ Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_
   if (!context_->info().cpu_addressable) return Status(EOPNOTSUPP, "the CPU cannot address this device's memory");
   if (const std::shared_ptr<Buffer> held = parked()) return held->gather(offset, bytes, wait);
   ReadPin held;
-  if (Status status = acquire_read(offset, bytes, &held, wait); !status.ok()) return status;
+  TRY(acquire_read(offset, bytes, &held, wait));
   Pin pinned = pin(std::move(held));
   Gathered gathered;
   gathered.pieces.reserve(pinned.pieces.size());

@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/math.h"
 #include "base/thread.h"
 #include "device/device_context.h"
 #include "memory/account.h"
@@ -52,7 +51,7 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
   std::shared_ptr<const Claim> claimed =
       claim({offset, context_->info().reserve_copies ? bytes : std::max(bytes, rest)});
   if (parked() != nullptr) {
-    if (Status status = bring_back(wait); !status.ok()) return status;
+    TRY(bring_back(wait));
   }
   if (offset == source_offset) take_placement(source);
   const bool between_devices = &source.device()->device() != &context_->device();
@@ -121,14 +120,13 @@ Status ExtentBuffer::take_ahead(Buffer& source, std::uint64_t source_offset, std
                                 std::uint64_t bytes) {
   std::vector<Piece> pieces;
   {
-    Result<Pin> pinned = source.pin_for_read(source_offset, bytes);
-    if (!pinned.ok()) return pinned.status();
-    pieces = std::move(pinned.value().pieces);
+    Pin pinned = TRY(source.pin_for_read(source_offset, bytes));
+    pieces = std::move(pinned.pieces);
   }
   for (const Piece& piece : pieces) {
     if (piece.address == 0) continue;
     const std::uint64_t target = offset + (piece.offset - source_offset);
-    if (Status status = pin_for_write(target, piece.bytes, Wait::kAllowed).status(); !status.ok()) return status;
+    TRY(pin_for_write(target, piece.bytes, Wait::kAllowed).status());
   }
   return {};
 }
@@ -137,15 +135,13 @@ Status ExtentBuffer::copy_chunk(Buffer& source, std::uint64_t source_offset, std
                                 Wait wait, std::uint64_t* done) {
   std::vector<Piece> pieces;
   {
-    Result<Pin> pinned = source.pin_for_read(source_offset, bytes, wait);
-    if (!pinned.ok()) return pinned.status();
-    pieces = std::move(pinned.value().pieces);
+    Pin pinned = TRY(source.pin_for_read(source_offset, bytes, wait));
+    pieces = std::move(pinned.pieces);
   }
   for (const Piece& piece : pieces) {
     const std::uint64_t target = offset + (piece.offset - source_offset);
     if (piece.address == 0) {
-      Status status = copy_hole(target, target + piece.bytes, wait);
-      if (!status.ok()) return status;
+      TRY(copy_hole(target, target + piece.bytes, wait));
       *done += piece.bytes;
       continue;
     }
@@ -165,9 +161,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
     Pin pinned;
     for (;;) {
       // The source may have changed since its pieces were listed: list them again.
-      Result<Pin> again = source.pin_for_read(source_offset, bytes, wait);
-      if (!again.ok()) return again.status();
-      pinned = again.take();
+      pinned = TRY(source.pin_for_read(source_offset, bytes, wait));
       {
         const std::lock_guard lock(state_mutex_);
         if (try_write_locked(offset, offset + bytes, &target)) break;
@@ -175,8 +169,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
       // Waits without the pin.
       pinned = {};
       WritePin grown;
-      status = acquire_write(offset, offset + bytes, &grown, {.wait = wait});
-      if (!status.ok()) return status;
+      TRY(acquire_write(offset, offset + bytes, &grown, {.wait = wait}));
     }
     status = copy_pieces(target.address(), source, pinned.pieces, &copied);
     if (copied > 0) publish(offset + copied);

@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/math.h"
 #include "memory/extent_buffer.h"
 
 namespace gpufs {
@@ -96,7 +95,7 @@ Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease_again(bool writable, 
                                                                  std::string label) {
   auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable, true,
                                              std::move(label), std::nullopt);
-  if (Status status = lease->fix(bytes, std::nullopt); !status.ok()) return status;
+  TRY(lease->fix(bytes, std::nullopt));
   return std::shared_ptr<Lease>(std::move(lease));
 }
 
@@ -104,17 +103,17 @@ Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease(bool writable, bool e
                                                            std::optional<std::uint64_t> placement) {
   auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable,
                                              exports, std::move(label), placement);
-  if (Status status = lease->refresh(); !status.ok()) return status;
+  TRY(lease->refresh());
   return std::shared_ptr<Lease>(std::move(lease));
 }
 
 Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::optional<std::uint64_t> placement,
                                    std::uint64_t* bytes) {
   if (exports) {
-    if (Status status = context_->device().check_sharing(); !status.ok()) return status;
+    TRY(context_->device().check_sharing());
   }
   if (shift_.step != 0) return torn();
-  if (Status status = unpark(Wait::kAllowed); !status.ok()) return status;
+  TRY(unpark(Wait::kAllowed));
   (void)release_unused(TimePoint::max());  // which could not go back later
   const std::uint64_t size = std::min(this->size(), *bytes);
   *bytes = size;

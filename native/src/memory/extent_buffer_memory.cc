@@ -117,10 +117,9 @@ void ExtentBuffer::account() {
 }
 
 Status ExtentBuffer::take(const Extents& missing, Wait wait, std::uint64_t replaced) {
-  Status status = charge().grow(total_bytes(missing) - replaced);
-  if (!status.ok()) return status;
-  status = charge().take_descriptors(memory_->descriptors_for(missing));
-  if (status.ok()) status = memory_->populate(missing, wait);
+  TRY(charge().grow(total_bytes(missing) - replaced));
+  Status status = charge().take_descriptors(memory_->descriptors_for(missing));
+  if (status.ok()) status = memory_->populate_all(missing, wait);
   if (!status.ok()) account();
   return status;
 }
@@ -141,17 +140,14 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, Growth how)
 }
 
 Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait) {
-  Result<std::shared_ptr<const SlabPool::Slot>> taken = slabs.take(end, owner(), /*may_add_slab=*/true, wait);
-  if (!taken.ok()) return taken.status();
-  const std::shared_ptr<const SlabPool::Slot> slot = taken.take();
+  const std::shared_ptr<const SlabPool::Slot> slot = TRY(slabs.take(end, owner(), /*may_add_slab=*/true, wait));
   Exclusion exclusion(*this);
   const std::shared_ptr<const SlabPool::Slot> old = snapshot_->slot;
   if (old != nullptr) {
     if (!exclusion.stop_writers(wait)) return would_wait();
-    Status status = context_->device().copy_within(slot->address, old->address, old->bytes);
-    if (!status.ok()) return status;
+    TRY(context_->device().copy_within(slot->address, old->address, old->bytes));
   }
-  if (Status charged = charge().grow(slot->bytes - bytes_held()); !charged.ok()) return charged;
+  TRY(charge().grow(slot->bytes - bytes_held()));
   replace(std::make_shared<Snapshot>(*this, slot));
   if (old == nullptr) ahead_ = {{0, granule_}};
   account();
@@ -180,10 +176,9 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   const std::shared_ptr<const SlabPool::Slot> slot = snapshot_->slot;
   const std::uint64_t slot_end = slot != nullptr ? granule_ : 0;
   if (memory_ == nullptr) {
-    Result<std::unique_ptr<DeviceMemory>> created = context_->device().create_memory();
-    if (!created.ok()) return created.status();
-    if (Status status = charge().take_descriptors(created.value()->descriptors()); !status.ok()) return status;
-    memory_ = created.take();
+    std::unique_ptr<DeviceMemory> created = TRY(context_->device().create_memory());
+    TRY(charge().take_descriptors(created->descriptors()));
+    memory_ = std::move(created);
     if (overwritten_) memory_->leave_undefined();
   }
   Status status = reserve_own(std::max(reserve_end, slot_end), how.wait);
@@ -290,23 +285,19 @@ Result<std::shared_ptr<AddressRange>> ExtentBuffer::reserve_addresses(std::uint6
     std::uint64_t bytes;
     std::shared_ptr<AddressRange> range;
   };
-  if (Status status = charge().take_addresses(bytes); !status.ok()) return status;
+  TRY(charge().take_addresses(bytes));
   const std::shared_ptr<Charged> charged(new Charged{charge(), bytes, nullptr});
-  Result<std::shared_ptr<AddressRange>> reserved = memory_->reserve(bytes, populated);
-  if (!reserved.ok()) return reserved.status();
-  charged->range = reserved.take();
+  charged->range = TRY(memory_->reserve(bytes, populated));
   return std::shared_ptr<AddressRange>(charged, charged->range.get());
 }
 
 // Copies the slot's bytes into the buffer's own memory, which nobody sees yet, and publishes that.
 Status ExtentBuffer::leave_slot(const Extents& missing, Wait wait) {
-  Status status = take(missing, wait, bytes_held());
-  if (!status.ok()) return status;
+  TRY(take(missing, wait, bytes_held()));
   Exclusion exclusion(*this);
   if (!exclusion.stop_writers(wait)) return would_wait();
   const SlabPool::Slot& slot = *snapshot_->slot;
-  status = context_->device().copy_within(range_->base(), slot.address, slot.bytes);
-  if (!status.ok()) return status;
+  TRY(context_->device().copy_within(range_->base(), slot.address, slot.bytes));
   ahead_ = joined(ahead_, without(missing, 0, granule_));
   replace(make_snapshot(missing));
   account();
@@ -342,11 +333,10 @@ Status ExtentBuffer::zero_range(std::uint64_t offset, std::uint64_t bytes, bool 
 Status ExtentBuffer::allocate_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size, bool zeroes) {
   std::uint64_t end = 0;
   if (bytes == 0) return Status(EINVAL, "allocating nothing");
-  Status status = check_end(offset, bytes, &end);
-  if (!status.ok()) return status;
+  TRY(check_end(offset, bytes, &end));
   return retry_when_full([&] {
     const std::lock_guard mutation(mutation_mutex_);
-    if (Status back = unpark(Wait::kAllowed); !back.ok()) return back;
+    TRY(unpark(Wait::kAllowed));
     const Extent range = placed(offset, end);
     const Extents existing = zeroes ? inside(snapshot_->extents, range.offset, range.end()) : Extents{};
     Status allocated = ensure(range.offset, range.end(), {});
@@ -364,8 +354,7 @@ Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
   if (offset >= end) return {};
   const SnapshotPointer now = current();
   for (const Extent& extent : inside(now->extents, offset, end)) {
-    Status status = context_->device().zero(now->base + extent.offset, extent.bytes);
-    if (!status.ok()) return status;
+    TRY(context_->device().zero(now->base + extent.offset, extent.bytes));
   }
   return {};
 }
@@ -397,7 +386,7 @@ bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion
 
 void ExtentBuffer::release(const Extents& removed) {
   ahead_ = without(ahead_, removed);
-  memory_->release(removed);
+  memory_->release_all(removed);
   account();
   drop_empty_memory();
 }
@@ -462,7 +451,7 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
 Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
   if (size > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
   if (size != 0 && parked() != nullptr) {
-    if (Status status = bring_back(wait); !status.ok()) return status;
+    TRY(bring_back(wait));
   }
   const std::unique_lock mutation = lock_mutation(wait);
   if (!mutation) return would_wait();
@@ -475,7 +464,7 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
     forget_parked();
     return {};
   }
-  if (Status status = unpark(wait); !status.ok()) return status;
+  TRY(unpark(wait));
   unfix_unless_leased();
   Exclusion exclusion(*this);
   std::uint64_t before = 0;
@@ -490,7 +479,7 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
       size_.store(size, std::memory_order_release);
       return {};
     }
-    if (Status leases = check_leases_locked("made smaller", size); !leases.ok()) return leases;
+    TRY(check_leases_locked("made smaller", size));
     if (wait == Wait::kForbidden) return would_wait();
     // Writes in progress count as done before: what they put above the size goes with the rest, and the end that they
     // publish is ignored. Later ones that end above it wait for this.
@@ -541,12 +530,12 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   if (add_overflows(offset, bytes, &end)) end = kMaximumBytes;
   end = std::min(end, kMaximumBytes);
   if (offset >= end) return {};
-  if (Status status = bring_back(Wait::kAllowed); !status.ok()) return status;
+  TRY(bring_back(Wait::kAllowed));
   const std::lock_guard mutation(mutation_mutex_);
-  if (Status status = unpark(Wait::kAllowed); !status.ok()) return status;
+  TRY(unpark(Wait::kAllowed));
   {
     const std::lock_guard lock(state_mutex_);
-    if (Status leases = check_leases_locked("punched", offset); !leases.ok()) return leases;
+    TRY(check_leases_locked("punched", offset));
   }
   (void)release_unused(TimePoint{});  // the caller wants memory back; as much as nobody uses now
   Exclusion exclusion(*this);
@@ -646,13 +635,13 @@ Status ExtentBuffer::check_kept(const KeptContents& contents) const {
 }
 
 Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr<DeviceContext>& host) {
-  if (Status possible = check_kept(contents); !possible.ok()) return possible;
+  TRY(check_kept(contents));
   if (contents.parked) {
     if (host == nullptr || contents.slot.bytes != 0) return Status(EPROTO, "nothing can be parked like that");
     KeptContents there = contents;
     there.parked = false;
     const auto held = std::make_shared<ExtentBuffer>(host, /*preallocates=*/false);
-    if (Status restored = held->restore(there, nullptr); !restored.ok()) return restored;
+    TRY(held->restore(there, nullptr));
     if (held->memory_ != nullptr) held->memory_->assume_private();  // nobody attaches to what is parked
     const std::lock_guard mutation(mutation_mutex_);
     size_.store(contents.size, std::memory_order_release);
@@ -674,12 +663,9 @@ Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr
     const Extents surplus = memory_->surplus();
     const Extents populated = joined(contents.extents, surplus);
     const std::uint64_t bytes = std::bit_ceil(std::max(end_of(populated), AddressSpace::kSmallRange));
-    Result<std::shared_ptr<AddressRange>> range = reserve_addresses(bytes, populated);
-    if (!range.ok()) return range.status();
-    range_ = range.take();
+    range_ = TRY(reserve_addresses(bytes, populated));
     for (const Extent& extent : surplus) {
-      Status zeroed = context_->device().zero(range_->base() + extent.offset, extent.bytes);
-      if (!zeroed.ok()) return zeroed;
+      TRY(context_->device().zero(range_->base() + extent.offset, extent.bytes));
     }
     ahead_ = surplus;
     replace(make_empty_snapshot(contents.placement));

@@ -12,11 +12,8 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <utility>
 
-#include "base/log.h"
-#include "base/math.h"
 #include "memory/extent_buffer_exclusion.h"
 #include "observe/counters.h"
 
@@ -43,13 +40,13 @@ Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std:
   Exclusion exclusion(*this);
   {
     const std::lock_guard lock(state_mutex_);
-    if (Status leases = check_leases_locked("parked", 0); !leases.ok()) return leases;
+    TRY(check_leases_locked("parked", 0));
     if (!claims_.empty()) return Status(EBUSY, "the file is being written");
   }
   (void)exclusion.stop_writers(Wait::kAllowed);
   const auto copy = std::make_shared<ExtentBuffer>(host, /*preallocates=*/false);
   copy->charge().move(Charge::kOwner, std::move(payer));
-  if (Status copied = copy->become_copy_of(*this); !copied.ok()) return copied;
+  TRY(copy->become_copy_of(*this));
   {
     const std::lock_guard lock(state_mutex_);
     if (!claims_.empty() || this->size() != size) return Status(EBUSY, "the file is being written");
@@ -68,9 +65,8 @@ Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std:
 Status ExtentBuffer::become_copy_of(ExtentBuffer& source) {
   const std::uint64_t size = source.size();
   overwritten_ = true;
-  Result<std::uint64_t> copied = copy_from(source, 0, 0, size, nullptr);
-  if (!copied.ok()) return copied.status();
-  if (copied.value() != size) return Status(ENOSPC, "the host's memory for parked files is full");
+  std::uint64_t copied = TRY(copy_from(source, 0, 0, size, nullptr));
+  if (copied != size) return Status(ENOSPC, "the host's memory for parked files is full");
   const std::lock_guard mutation(mutation_mutex_);
   Status status = zero_existing(0, snapshot_->placement);
   return status.ok() ? zero_existing(snapshot_->placement + size, kNoLimit) : status;

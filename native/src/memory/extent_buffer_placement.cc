@@ -17,7 +17,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <utility>
 
 #include "base/log.h"
 #include "base/math.h"
@@ -76,14 +75,14 @@ Status ExtentBuffer::run_shift() {
     const std::uint64_t bytes = std::min(half, size - offset);
     const DeviceAddress kept = base + scratch + step % 2 * half;
     if (step != shift_.step) {
-      if (Status status = device.copy_within(kept, base + from + offset, bytes); !status.ok()) return status;
+      TRY(device.copy_within(kept, base + from + offset, bytes));
       {
         const std::lock_guard lock(state_mutex_);
         shift_.step = step;
       }
       watcher_.moved();
     }
-    if (Status status = device.copy_within(base + to + offset, kept, bytes); !status.ok()) return status;
+    TRY(device.copy_within(base + to + offset, kept, bytes));
   }
   auto next = std::make_shared<const Snapshot>(*this, range_, snapshot_->memory, extents, to);
   {
@@ -106,7 +105,7 @@ Status ExtentBuffer::complete_shift() {
   const std::lock_guard mutation(mutation_mutex_);
   if (shift_.step == 0) return {};
   log_info("continuing to move a file of ", size(), " bytes within its memory, at step ", shift_.step);
-  if (Status status = run_shift(); !status.ok()) return status;
+  TRY(run_shift());
   // The scratch, which the last process had allocated.
   ahead_ = joined(hidden(), inside(snapshot_->extents, round_up(snapshot_->placement + size(), granule_), kNoLimit));
   (void)release_unused(TimePoint::max());

@@ -168,7 +168,7 @@ Status HostLocks::pin(LockedRange& entry, Access access, Range* whole) const {
 
 Status HostLocks::lock(const void* address, std::size_t bytes, Access access, Owner owner) {
   Range range;
-  if (Status status = check(address, bytes, &range); !status.ok()) return status;
+  TRY(check(address, bytes, &range));
   std::shared_ptr<LockedRange> mine;
   {
     Lock lock(mutex_);
@@ -230,7 +230,7 @@ Status HostLocks::unpin(const std::shared_ptr<LockedRange>& entry, Lock& lock) {
 
 Status HostLocks::unlock(const void* address, std::size_t bytes) {
   Range range;
-  if (Status status = check(address, bytes, &range); !status.ok()) return status;
+  TRY(check(address, bytes, &range));
   Lock lock(mutex_);
   const std::shared_ptr<LockedRange> entry = settled_locked(range, lock);
   if (entry == nullptr) return Status(ENOENT, to_text(range) + " is not locked");
@@ -248,7 +248,7 @@ Status HostLocks::unlock(const void* address, std::size_t bytes) {
 
 Result<HostLocks::Info> HostLocks::info(const void* address, std::size_t bytes) const {
   Range range;
-  if (Status status = check(address, bytes, &range); !status.ok()) return status;
+  TRY(check(address, bytes, &range));
   Lock lock(mutex_);
   const std::shared_ptr<LockedRange> entry = settled_locked(range, lock);
   if (entry == nullptr || !entry->range.contains(range)) return Status(ENOENT, to_text(range) + " is not locked");

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "base/log.h"
@@ -64,7 +63,7 @@ Status copy_part(Buffer& buffer, const std::vector<Buffer::Piece>& pieces, std::
     const std::uint64_t to = std::min(start + part.bytes, piece.end());
     if (from >= to) continue;
     const DeviceAddress address = piece.address == 0 ? 0 : piece.address + (from - piece.offset);
-    if (Status status = copy(address, from - offset, to - from); !status.ok()) return status;
+    TRY(copy(address, from - offset, to - from));
     copied += to - from;
   }
   measured.done(copied);
@@ -79,13 +78,11 @@ Result<std::size_t> read_to_host(Buffer& buffer, std::uint64_t offset, std::span
   HostLocks* const locks = context.host_locks();
   if (locks == nullptr) return buffer.read(offset, destination);
   ShortLock own;
-  Result<HostLocks::LockUse> use = own.use(*locks, destination, HostLocks::Access::kBoth);
-  if (!use.ok()) return use.status();
-  Result<Buffer::Pin> pin = buffer.pin_for_read(offset, destination.size());
-  if (!pin.ok()) return pin.status();
-  const std::vector<Buffer::Piece>& pieces = pin.value().pieces;
+  HostLocks::LockUse use = TRY(own.use(*locks, destination, HostLocks::Access::kBoth));
+  Buffer::Pin pin = TRY(buffer.pin_for_read(offset, destination.size()));
+  const std::vector<Buffer::Piece>& pieces = pin.pieces;
   const std::size_t there = pieces.empty() ? 0 : static_cast<std::size_t>(pieces.back().end() - offset);
-  for (const HostLocks::Part& part : use.value().parts()) {
+  for (const HostLocks::Part& part : use.parts()) {
     if (part.offset > 0 && part.offset >= there) break;
     Status status = copy_part(buffer, pieces, offset, part, Flow::kFromDevice,
                               [&](DeviceAddress address, std::uint64_t at, std::uint64_t bytes) -> Status {
@@ -104,14 +101,12 @@ Result<std::size_t> write_from_host(Buffer& buffer, std::uint64_t offset, std::s
   HostLocks* const locks = context.host_locks();
   if (locks == nullptr) return buffer.write(offset, source);
   ShortLock own;
-  Result<HostLocks::LockUse> use = own.use(*locks, source, HostLocks::Access::kSource);
-  if (!use.ok()) return use.status();
+  HostLocks::LockUse use = TRY(own.use(*locks, source, HostLocks::Access::kSource));
   Status status;
   {
-    Result<Buffer::Pin> pin = buffer.pin_for_write(offset, source.size());
-    if (!pin.ok()) return pin.status();
-    for (const HostLocks::Part& part : use.value().parts()) {
-      status = copy_part(buffer, pin.value().pieces, offset, part, Flow::kToDevice,
+    Buffer::Pin pin = TRY(buffer.pin_for_write(offset, source.size()));
+    for (const HostLocks::Part& part : use.parts()) {
+      status = copy_part(buffer, pin.pieces, offset, part, Flow::kToDevice,
                          [&](DeviceAddress address, std::uint64_t at, std::uint64_t bytes) {
                            return context.device().copy_in(address, source.data() + at, bytes);
                          });

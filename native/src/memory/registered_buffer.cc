@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "base/math.h"
 
@@ -52,13 +50,10 @@ Result<std::shared_ptr<RegisteredBuffer>> RegisteredBuffer::map(const std::share
   Status status = charge.take_addresses(addresses);
   if (!status.ok()) return status;
   buffer->address_bytes_ = addresses;
-  status = charge.take_descriptors(1);
-  if (!status.ok()) return status;
+  TRY(charge.take_descriptors(1));
   if (device->info().cpu_addressable) status = charge.grow(buffer->bytes_held());
   if (!status.ok()) return status;
-  Result<std::unique_ptr<ForeignMapping>> mapped = device->device().map_foreign(memory);
-  if (!mapped.ok()) return mapped.status();
-  buffer->memory_ = mapped.take();
+  buffer->memory_ = TRY(device->device().map_foreign(memory));
   return buffer;
 }
 
@@ -122,7 +117,7 @@ Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) 
 
 Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) {
   const auto use = std::make_shared<MappingUse>();
-  if (Status status = begin(use.get()); !status.ok()) return status;
+  TRY(begin(use.get()));
   Pin pin{{}, use};
   const std::uint64_t end = offset + std::min(bytes, bytes_ - std::min(offset, bytes_));
   while (offset < end) {
@@ -149,7 +144,7 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::u
 
 Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait /*wait*/) {
   MappingUse use;
-  if (Status status = begin(&use); !status.ok()) return status;
+  TRY(begin(&use));
   if (offset >= bytes_) return std::size_t{0};
   const std::size_t bytes = std::min<std::uint64_t>(destination.size(), bytes_ - offset);
   Status status = use.memory().copy_out(destination.data(), offset, bytes);
@@ -173,7 +168,7 @@ Result<std::size_t> RegisteredBuffer::write(std::uint64_t offset, std::span<cons
 
 Result<std::uint64_t> RegisteredBuffer::seek_data(std::uint64_t offset) {
   MappingUse use;
-  if (Status status = begin(&use); !status.ok()) return status;
+  TRY(begin(&use));
   const std::uint64_t data = offset < bytes_ ? use.memory().next_data(offset) : bytes_;
   if (data >= bytes_) return Status(ENXIO, "no data at or above the offset");
   return data;
@@ -181,13 +176,13 @@ Result<std::uint64_t> RegisteredBuffer::seek_data(std::uint64_t offset) {
 
 Result<std::uint64_t> RegisteredBuffer::seek_hole(std::uint64_t offset) {
   MappingUse use;
-  if (Status status = begin(&use); !status.ok()) return status;
+  TRY(begin(&use));
   if (offset >= bytes_) return Status(ENXIO, "the offset is not below the end");
   return std::min(use.memory().next_hole(offset), bytes_);
 }
 
 Status RegisteredBuffer::clip_copy(std::uint64_t offset, std::uint64_t* bytes) const {
-  if (Status status = check_write(offset, 1); !status.ok()) return status;
+  TRY(check_write(offset, 1));
   *bytes = std::min(*bytes, bytes_ - offset);
   return {};
 }
@@ -201,12 +196,10 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
     }
     const std::uint64_t before = *done;
     MappingUse use;
-    Status status = begin(&use);
-    if (!status.ok()) return status;
-    Result<Pin> pinned = source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before), wait);
-    if (!pinned.ok()) return pinned.status();
+    TRY(begin(&use));
+    Pin pinned = TRY(source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before), wait));
     std::uint64_t copied = 0;
-    status = copy_pieces(use.address() + offset + before, source, pinned.value().pieces, &copied);
+    Status status = copy_pieces(use.address() + offset + before, source, pinned.pieces, &copied);
     *done += copied;
     if (!status.ok()) return status;
     status = check_intact(use);

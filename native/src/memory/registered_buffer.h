@@ -12,7 +12,6 @@
 #include <memory>
 #include <mutex>
 #include <span>
-#include <string>
 
 #include "device/device_context.h"
 #include "drivers/driver.h"

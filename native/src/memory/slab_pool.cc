@@ -63,7 +63,7 @@ Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes
     std::set<std::uint64_t>& candidates = free_slabs_[size_class];
     if (candidates.empty()) {
       if (!may_add_slab) return Status(ENOSPC, "no slot of that size is free");
-      if (Status added = add_slab(size_class, wait); !added.ok()) return added;
+      TRY(add_slab(size_class, wait));
     }
     auto chosen = candidates.begin();
     if (spares_[size_class] == *chosen && candidates.size() > 1) ++chosen;
@@ -88,7 +88,7 @@ Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes
     if (free_slots(slab) == 0) candidates.erase(offset);
   }
   if (used_before) {
-    if (Status zeroed = context_.device().zero(slot->address, slot->bytes); !zeroed.ok()) return zeroed;
+    TRY(context_.device().zero(slot->address, slot->bytes));
   }
   return slot;
 }
@@ -132,9 +132,7 @@ Status SlabPool::restore(std::uint64_t memory, std::span<Extent> slots_in_use) {
     return restored.status();
   }
   memory_ = restored.take();
-  Result<std::shared_ptr<AddressRange>> range = memory_->reserve(address_bytes(), populated);
-  if (!range.ok()) return range.status();
-  range_ = range.take();
+  range_ = TRY(memory_->reserve(address_bytes(), populated));
   for (Extent& slot : slots_in_use) {
     if (slot.bytes == 0) continue;
     const std::uint64_t slab = slab_of(slot);
@@ -172,17 +170,15 @@ std::uint64_t SlabPool::address_bytes() const { return std::bit_ceil(std::max(co
 Status SlabPool::add_slab(std::size_t size_class, Wait wait) {
   Device& device = context_.device();
   if (memory_ == nullptr) {
-    Result<std::unique_ptr<DeviceMemory>> created = device.create_memory();
-    if (!created.ok()) return created.status();
-    Result<std::shared_ptr<AddressRange>> range = created.value()->reserve(address_bytes());
-    if (!range.ok()) return range.status();
-    memory_ = created.take();
-    range_ = range.take();
+    std::unique_ptr<DeviceMemory> created = TRY(device.create_memory());
+    std::shared_ptr<AddressRange> range = TRY(created->reserve(address_bytes()));
+    memory_ = std::move(created);
+    range_ = std::move(range);
   }
   std::uint64_t offset = 0;  // the lowest granule that is not a slab
   for (auto slab = slabs_.begin(); slab != slabs_.end() && slab->first == offset; ++slab) offset += granule_;
   if (offset + granule_ > range_->bytes()) return Status(ENOSPC, "the device has no memory for another slab");
-  if (Status populated = memory_->populate(offset, granule_, wait); !populated.ok()) return populated;
+  TRY(memory_->populate(offset, granule_, wait));
   context_.took(granule_);
   const Slab& added = slabs_.emplace(offset, Slab{size_class, 0, {}, {}}).first->second;
   free_slabs_[size_class].insert(offset);

@@ -3,8 +3,6 @@
 // Compiled twice: complete; FAKE_GPU_OLD, without a function that every driver must have.
 #include "fake_cuda.h"
 
-#include <iterator>
-
 #include "drivers/cuda/cuda_api.h"
 #include "fake_gpu/machine.h"
 

@@ -138,7 +138,7 @@ class CudaDevice final : public gpu::GpuDevice {
       return Status{ENODEV, "gpu " + std::to_string(index) + ": cuDeviceGet: " + library->describe(code), code};
     }
     std::shared_ptr<CudaDevice> opened(new CudaDevice(library, device, options));
-    if (Status status = opened->retain(index); !status.ok()) return status;
+    TRY(opened->retain(index));
     return std::shared_ptr<GpuDevice>(std::move(opened));
   }
   ~CudaDevice() override {
@@ -150,11 +150,9 @@ class CudaDevice final : public gpu::GpuDevice {
   // The thread's stack of contexts remembers what was current.
   Result<bool> make_current(std::uint64_t* /*before*/) override {
     CuContext current = nullptr;
-    Status status = call(library_.context_get, &current);
-    if (!status.ok()) return status;
+    TRY(call(library_.context_get, &current));
     if (current == context_) return false;
-    status = call(library_.context_push, context_);
-    if (!status.ok()) return status;
+    TRY(call(library_.context_push, context_));
     return true;
   }
   void restore(std::uint64_t /*before*/) override {
@@ -193,7 +191,7 @@ class CudaDevice final : public gpu::GpuDevice {
     int node = 0;
     functions().device_attribute(&node, kCuAttributeHostNode, ordinal_);
     std::shared_ptr<CudaDevice> opened(new CudaDevice(library_.shared_from_this(), ordinal_, {.memory_bytes = bytes}));
-    if (Status status = opened->retain_host_tier(index, std::max(node, 0), bytes); !status.ok()) return status;
+    TRY(opened->retain_host_tier(index, std::max(node, 0), bytes));
     return std::shared_ptr<GpuDevice>(std::move(opened));
   }
 
@@ -206,7 +204,7 @@ class CudaDevice final : public gpu::GpuDevice {
   Status pin_read_only(const void* address, std::size_t bytes) override {
     if (!read_only_pinning_) return GpuDevice::pin_read_only(address, bytes);
     const gpu::Current current(*this);
-    if (!current.status().ok()) return current.status();
+    TRY(current.status());
     return call(functions().host_register, const_cast<void*>(address), bytes,
                 unsigned{api::kHostRegisterPortable} | kCuHostRegisterReadOnly);
   }
@@ -216,12 +214,10 @@ class CudaDevice final : public gpu::GpuDevice {
       : GpuDevice(library, device, options), library_(*library) {}
 
   Status retain(int index) {
-    Status status = describe(index);
-    if (!status.ok()) return status;
+    TRY(describe(index));
     read_only_pinning_ = attribute(kCuAttributeReadOnlyHostRegister);
     same_host_addresses_ = attribute(kCuAttributeSameHostAddresses);
-    status = retain_context();
-    if (!status.ok()) return status;
+    TRY(retain_context());
     return choose_memory(library_.has_virtual_memory() && attribute(kCuAttributeVirtualMemory),
                          functions().memory_export && attribute(kCuAttributeExportDescriptor),
                          attribute(kCuAttributeDirectRdmaWithVirtualMemory));
@@ -271,8 +267,7 @@ Status CudaDevice::queue_batch(CopyDirection direction, std::span<const HostCopy
 Result<bool> CudaDevice::owns(api::Stream stream, bool default_stream) {
   CuContext owner = nullptr;
   if (default_stream) {
-    Status status = call(library_.context_get, &owner);
-    if (!status.ok()) return status;
+    TRY(call(library_.context_get, &owner));
     if (owner == nullptr) {
       return Status{EINVAL, "a default stream, and no CUDA device is current: say which device it is"};
     }
@@ -301,9 +296,7 @@ bool CudaDevice::holds(DeviceAddress address) {
 namespace gpufs {
 
 Result<std::unique_ptr<Driver>> open_cuda_driver(const DriverOptions& options, const std::string& path) {
-  Result<std::shared_ptr<const cuda::Library>> loaded = cuda::Library::load(path);
-  if (!loaded.ok()) return loaded.status();
-  const std::shared_ptr<const cuda::Library> library = loaded.take();
+  const std::shared_ptr<const cuda::Library> library = TRY(cuda::Library::load(path));
   int found = 0;
   const gpu::api::Code code = library->functions().device_count(&found);
   if (code != gpu::api::kSuccess) {
@@ -316,15 +309,11 @@ Result<std::unique_ptr<Driver>> open_cuda_driver(const DriverOptions& options, c
 }
 
 Result<std::shared_ptr<Device>> open_cuda_device(const std::string& pci_address, const std::string& path) {
-  Result<std::shared_ptr<const cuda::Library>> loaded = cuda::Library::load(path);
-  if (!loaded.ok()) return loaded.status();
-  const std::shared_ptr<const cuda::Library> library = loaded.take();
+  const std::shared_ptr<const cuda::Library> library = TRY(cuda::Library::load(path));
   if (pci_address == kHostTierAddress) {
-    Result<std::shared_ptr<gpu::GpuDevice>> first = cuda::CudaDevice::open(library, 0, 0, {});
-    if (!first.ok()) return first.status();
-    Result<std::shared_ptr<gpu::GpuDevice>> tier = first.value()->open_host_tier(0, UINT64_MAX);
-    if (!tier.ok()) return tier.status();
-    return std::shared_ptr<Device>(tier.take());
+    std::shared_ptr<gpu::GpuDevice> first = TRY(cuda::CudaDevice::open(library, 0, 0, {}));
+    std::shared_ptr<gpu::GpuDevice> tier = TRY(first->open_host_tier(0, UINT64_MAX));
+    return std::shared_ptr<Device>(std::move(tier));
   }
   return gpu::open_device_at(*library, pci_address, "CUDA_VISIBLE_DEVICES", [&](int index, int ordinal) {
     return cuda::CudaDevice::open(library, index, ordinal, {});

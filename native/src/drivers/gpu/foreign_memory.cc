@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "base/math.h"
-#include "base/unique_fd.h"
 #include "drivers/gpu/virtual_memory.h"
 
 namespace gpufs::gpu {
@@ -25,21 +24,19 @@ class ImportedMemory final : public ImportedRange {
  private:
   Status map(const ExportedMemory& piece) override {
     const Current current(*device_);
-    if (!current.status().ok()) return current.status();
-    Result<std::shared_ptr<PhysicalMemory>> physical =
-        PhysicalMemory::import(device_, piece.descriptor.get(), piece.bytes);
-    if (!physical.ok()) return physical.status();
-    Status status = range_->show(piece.offset, physical.take());
-    if (!status.ok()) return status;
-    status = device_->allow_own(base() + piece.offset, piece.bytes, writable_);
+    TRY(current.status());
+    std::shared_ptr<PhysicalMemory> physical =
+        TRY(PhysicalMemory::import(device_, piece.descriptor.get(), piece.bytes));
+    TRY(range_->show(piece.offset, std::move(physical)));
+    Status status = device_->allow_own(base() + piece.offset, piece.bytes, writable_);
     if (!status.ok()) (void)range_->hide(piece.offset);
     return status;
   }
 
   Status unmap_all() override {
     const Current current(*device_);
-    if (!current.status().ok()) return current.status();
-    if (Status status = device_->complete_all(); !status.ok()) return status;
+    TRY(current.status());
+    TRY(device_->complete_all());
     return range_->hide_all();
   }
 
@@ -90,10 +87,10 @@ Result<std::unique_ptr<ImportedRange>> import_memory(std::shared_ptr<GpuDevice> 
   const std::uint64_t granule = device->info().granule;
   if (capacity == 0 || capacity > UINT64_MAX - granule) return Status{EINVAL, "a mapping of size zero, or too large"};
   const Current current(*device);
-  if (!current.status().ok()) return current.status();
-  Result<std::shared_ptr<MappedRange>> range = MappedRange::reserve(device, round_up(capacity, granule));
-  if (!range.ok()) return range.status();
-  return std::unique_ptr<ImportedRange>(std::make_unique<ImportedMemory>(std::move(device), range.take(), writable));
+  TRY(current.status());
+  std::shared_ptr<MappedRange> range = TRY(MappedRange::reserve(device, round_up(capacity, granule)));
+  return std::unique_ptr<ImportedRange>(
+      std::make_unique<ImportedMemory>(std::move(device), std::move(range), writable));
 }
 
 Result<std::unique_ptr<ForeignMapping>> map_descriptor(const std::shared_ptr<GpuDevice>& device,
@@ -106,15 +103,14 @@ Result<std::unique_ptr<ForeignMapping>> map_descriptor(const std::shared_ptr<Gpu
     if (piece.bytes % granule == 0) continue;
     return Status{EINVAL, "memory of " + std::to_string(piece.bytes) + " bytes is not whole granules"};
   }
-  Result<std::unique_ptr<ImportedRange>> range = import_memory(device, whole, memory.writable);
-  if (!range.ok()) return range.status();
+  std::unique_ptr<ImportedRange> range = TRY(import_memory(device, whole, memory.writable));
   for (const ExportedMemory& piece : memory.pieces) {
-    status = range.value()->add(piece);
+    status = range->add(piece);
     if (!status.ok()) {
       return Status{EINVAL, "the descriptor cannot be mapped: " + status.message(), status.device_code()};
     }
   }
-  return std::unique_ptr<ForeignMapping>(std::make_unique<DescriptorMemory>(range.take(), memory.offset));
+  return std::unique_ptr<ForeignMapping>(std::make_unique<DescriptorMemory>(std::move(range), memory.offset));
 }
 
 Result<std::unique_ptr<ForeignMapping>> open_ipc_handle(const std::shared_ptr<GpuDevice>& device,
@@ -126,7 +122,7 @@ Result<std::unique_ptr<ForeignMapping>> open_ipc_handle(const std::shared_ptr<Gp
     if (missing != nullptr) return device->lacks("cannot open memory of other programs", missing);
   }
   const Current current(*device);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   api::IpcHandle handle{};
   static_assert(sizeof handle.bytes == ForeignMemory::kHandleBytes);
   std::copy(memory.handle.begin(), memory.handle.end(), std::begin(handle.bytes));
@@ -137,10 +133,8 @@ Result<std::unique_ptr<ForeignMapping>> open_ipc_handle(const std::shared_ptr<Gp
 
   DeviceAddress start = 0;
   std::size_t bytes = 0;
-  status = device->call(functions.address_range, &start, &bytes, base);
-  if (!status.ok()) return status;
-  status = check_part(memory, bytes - (base - start));
-  if (!status.ok()) return status;
+  TRY(device->call(functions.address_range, &start, &bytes, base));
+  TRY(check_part(memory, bytes - (base - start)));
   if (!device->holds(base)) return Status{EXDEV, "the memory is not known to be that of this device"};
   return std::unique_ptr<ForeignMapping>(std::move(opened));
 }

@@ -18,7 +18,6 @@
 #include "drivers/gpu/foreign_memory.h"
 #include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
-#include "drivers/gpu/vendor_library.h"
 #include "drivers/gpu/virtual_memory.h"
 
 namespace gpufs::gpu {
@@ -65,13 +64,11 @@ int numa_node_of(const std::string& pci_address) {
 
 Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLibrary& library, int found,
                                              const DriverOptions& options, const OpenDevice& open) {
-  Result<std::vector<int>> chosen = choose_devices(driver, library, found, options);
-  if (!chosen.ok()) return chosen.status();
+  std::vector<int> chosen = TRY(choose_devices(driver, library, found, options));
   std::vector<std::shared_ptr<GpuDevice>> devices;
-  for (int ordinal : chosen.value()) {
-    Result<std::shared_ptr<GpuDevice>> device = open(static_cast<int>(devices.size()), ordinal);
-    if (!device.ok()) return device.status();
-    devices.push_back(device.take());
+  for (int ordinal : chosen) {
+    std::shared_ptr<GpuDevice> device = TRY(open(static_cast<int>(devices.size()), ordinal));
+    devices.push_back(std::move(device));
     devices.back()->spares_.set_keep_time(options.keep_freed);
   }
   // Before anything is allocated: peers get access to virtual memory when it is mapped. Where asking fails there is no
@@ -84,12 +81,11 @@ Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLib
     }
   }
   if (options.host_memory_bytes != 0) {
-    Result<std::shared_ptr<GpuDevice>> tier =
-        devices.front()->open_host_tier(static_cast<int>(devices.size()), options.host_memory_bytes);
-    if (!tier.ok()) return tier.status();
-    for (const auto& device : devices) tier.value()->grant_access_to(device->ordinal_);
-    if (Status started = tier.value()->pinned_->start(); !started.ok()) return started;
-    devices.push_back(tier.take());
+    std::shared_ptr<GpuDevice> tier =
+        TRY(devices.front()->open_host_tier(static_cast<int>(devices.size()), options.host_memory_bytes));
+    for (const auto& device : devices) tier->grant_access_to(device->ordinal_);
+    TRY(tier->pinned_->start());
+    devices.push_back(std::move(tier));
   }
   return std::make_unique<Driver>(driver, std::vector<std::shared_ptr<Device>>(devices.begin(), devices.end()));
 }
@@ -104,9 +100,8 @@ Result<std::shared_ptr<Device>> open_device_at(const VendorLibrary& library, con
     std::array<char, 64> text{};
     if (functions.device_pci_address(text.data(), int{text.size()}, ordinal) != api::kSuccess) continue;
     if (::strcasecmp(text.data(), pci_address.c_str()) != 0) continue;
-    Result<std::shared_ptr<GpuDevice>> device = open(ordinal, ordinal);
-    if (!device.ok()) return device.status();
-    return std::shared_ptr<Device>(device.take());
+    std::shared_ptr<GpuDevice> device = TRY(open(ordinal, ordinal));
+    return std::shared_ptr<Device>(std::move(device));
   }
   return Status{ENODEV, "this process does not see the GPU at " + pci_address + " (it sees " + std::to_string(count) +
                             "): is it missing in " + hiding_variable + "?"};
@@ -129,13 +124,11 @@ void GpuDevice::close() {
 Status GpuDevice::describe(int index) {
   info_.index = index;
   std::array<char, 256> text{};
-  Status status = call(functions().device_name, text.data(), int{text.size()}, ordinal_);
-  if (!status.ok()) return status;
+  TRY(call(functions().device_name, text.data(), int{text.size()}, ordinal_));
   info_.name = text.data();
 
   text.fill('\0');
-  status = call(functions().device_pci_address, text.data(), int{text.size()}, ordinal_);
-  if (!status.ok()) return status;
+  TRY(call(functions().device_pci_address, text.data(), int{text.size()}, ordinal_));
   info_.pci_address = text.data();
   // The kernel writes "ffff:a0:00.0".
   for (char& letter : info_.pci_address) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
@@ -143,8 +136,7 @@ Status GpuDevice::describe(int index) {
   info_.numa_node = numa_node_of(info_.pci_address);
 
   std::size_t total = 0;
-  status = call(functions().device_total_memory, &total, ordinal_);
-  if (!status.ok()) return status;
+  TRY(call(functions().device_total_memory, &total, ordinal_));
   info_.total_bytes = std::min<std::uint64_t>(taken_.limit(), total);
   info_.granule = kSmallestGranule;
   return {};
@@ -168,10 +160,9 @@ Status GpuDevice::choose_memory(bool virtual_memory, bool exports_descriptors, b
   grant_access_to(ordinal_);
 
   const Current current(*this);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   std::size_t granule = 0;
-  Status status = call(functions().granularity, &granule, &allocation_, api::kGranularityMinimum);
-  if (!status.ok()) return status;
+  TRY(call(functions().granularity, &granule, &allocation_, api::kGranularityMinimum));
   info_.granule = std::max<std::uint64_t>(granule, kSmallestGranule);
   return {};
 }
@@ -195,7 +186,7 @@ Status GpuDevice::choose_host_memory(int node, std::uint64_t bytes) {
       .create =
           [this](PhysicalHandle* handle) {
             const Current current(*this);
-            if (!current.status().ok()) return current.status();
+            TRY(current.status());
             return call(functions().memory_create, handle, HostTierPool::kPieceBytes, &allocation_, 0);
           },
       .zero = [this](PhysicalHandle handle, DeviceAddress address) { return zero_piece(handle, address); },
@@ -256,7 +247,7 @@ Status GpuDevice::health() {
 
 Result<MemoryInfo> GpuDevice::memory(Wait wait) {
   const Current current(*this);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   if (info_.host_tier) return MemoryInfo{info_.total_bytes, taken_.available()};
   MemoryInfo info{info_.total_bytes, 0};
   Status status;
@@ -273,7 +264,7 @@ Result<MemoryInfo> GpuDevice::memory(Wait wait) {
 }
 
 Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
-  if (Status status = health(); !status.ok()) return status;
+  TRY(health());
   auto self = shared_from_this();
   if (virtual_memory_) return VirtualMemory::create(std::move(self));
   return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(std::move(self)));
@@ -281,7 +272,7 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
 
 Result<std::unique_ptr<DeviceMemory>> GpuDevice::restore_memory(std::uint64_t number,
                                                                 std::span<const Extent> populated) {
-  if (Status status = check_keeping(); !status.ok()) return status;
+  TRY(check_keeping());
   return VirtualMemory::restore(shared_from_this(), number, populated);
 }
 
@@ -316,7 +307,7 @@ std::uint64_t GpuDevice::largest_piece() const {
 
 Result<AcquiredMemory> GpuDevice::acquire_physical(std::uint64_t bytes, DeviceAddress address, bool wants_zeros,
                                                    Wait wait) {
-  if (Status status = take(bytes); !status.ok()) return status;
+  TRY(take(bytes));
   if (pinned_) {
     if (HostTierPool* const pool = pool_of(bytes)) {
       if (const std::optional<AcquiredMemory> piece = pool->take(address, wants_zeros)) return *piece;
@@ -356,8 +347,7 @@ Result<AcquiredMemory> GpuDevice::acquire_physical(std::uint64_t bytes, DeviceAd
 }
 
 Status GpuDevice::adopt_physical(int descriptor, std::uint64_t bytes, PhysicalHandle* handle) {
-  Status status = import_physical(descriptor, handle);
-  if (!status.ok()) return status;
+  TRY(import_physical(descriptor, handle));
   taken_.add(bytes);  // whatever the cap is now: it is there already
   if (pinned_) pinned_->trim();
   return {};
@@ -381,7 +371,7 @@ void GpuDevice::release(const std::vector<PhysicalHandle>& handles) {
 }
 
 Status GpuDevice::acquire_plain(std::uint64_t bytes, DeviceAddress* base) {
-  if (Status status = take(bytes); !status.ok()) return status;
+  TRY(take(bytes));
   Status status = full_if_out_of_memory(call(functions().memory_allocate, base, bytes));
   if (!status.ok()) taken_.release(bytes);
   return status;
@@ -395,13 +385,12 @@ void GpuDevice::return_plain(DeviceAddress base, std::uint64_t bytes) {
 
 Status GpuDevice::zero_piece(PhysicalHandle piece, DeviceAddress address) {
   const Current current(*this);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   const Extent whole{0, HostTierPool::kPieceBytes};
   if (address != 0) return zero_spans(address, std::span(&whole, 1));
   DeviceAddress base = 0;
-  Status status = call(functions().address_reserve, &base, HostTierPool::kPieceBytes, 0, 0, 0);
-  if (!status.ok()) return status;
-  status = map(base, HostTierPool::kPieceBytes, piece);
+  TRY(call(functions().address_reserve, &base, HostTierPool::kPieceBytes, 0, 0, 0));
+  Status status = map(base, HostTierPool::kPieceBytes, piece);
   if (status.ok()) {
     status = allow(base, HostTierPool::kPieceBytes);
     if (status.ok()) status = zero_spans(base, std::span(&whole, 1));
@@ -415,10 +404,9 @@ Status GpuDevice::zero_piece(PhysicalHandle piece, DeviceAddress address) {
 
 Status GpuDevice::zero_spans(DeviceAddress base, std::span<const Extent> spans) {
   SynchronousWork work(*this);
-  if (!work.status().ok()) return work.status();
+  TRY(work.status());
   for (const Extent& span : spans) {
-    Status status = call(functions().fill, base + span.offset, 0, span.bytes, work.get());
-    if (!status.ok()) return status;
+    TRY(call(functions().fill, base + span.offset, 0, span.bytes, work.get()));
   }
   return work.finish();
 }
@@ -474,8 +462,8 @@ Result<std::unique_ptr<Event>> GpuDevice::create_event() { return GpuEvent::crea
 
 Result<std::unique_ptr<Stream>> GpuDevice::adopt_stream(NativeStream native, bool certain) {
   const auto stream = reinterpret_cast<api::Stream>(native);
-  if (Status status = health(); !status.ok()) return status;
-  if (Status status = check_stream(stream, certain); !status.ok()) return status;
+  TRY(health());
+  TRY(check_stream(stream, certain));
   return std::unique_ptr<Stream>(std::make_unique<GpuStream>(shared_from_this(), stream, /*owned=*/false));
 }
 
@@ -490,9 +478,8 @@ Status GpuDevice::check_stream(api::Stream stream, bool certain) {
   const std::optional<Current> current =
       default_stream ? std::optional<Current>() : std::optional<Current>(std::in_place, *this);
   if (current && !current->status().ok()) return current->status();
-  const Result<bool> own = owns(stream, default_stream);
-  if (!own.ok()) return own.status();
-  return own.value() ? Status{} : Status{EXDEV, "the stream is not one of " + name()};
+  const bool own = TRY(owns(stream, default_stream));
+  return own ? Status{} : Status{EXDEV, "the stream is not one of " + name()};
 }
 
 Result<api::Stream> GpuDevice::borrow_stream() {
@@ -505,8 +492,7 @@ Result<api::Stream> GpuDevice::borrow_stream() {
     }
   }
   api::Stream stream = nullptr;
-  Status status = call(functions().stream_create, &stream, api::kStreamNonBlocking);
-  if (!status.ok()) return status;
+  TRY(call(functions().stream_create, &stream, api::kStreamNonBlocking));
   return stream;
 }
 
@@ -519,7 +505,7 @@ void GpuDevice::return_stream(api::Stream stream) {
 template <typename Queue>
 Status GpuDevice::run(Queue queue) {
   SynchronousWork work(*this);
-  if (!work.status().ok()) return work.status();
+  TRY(work.status());
   Status status = queue(work.get());
   return status.ok() ? work.finish() : status;
 }
@@ -529,7 +515,7 @@ Status GpuDevice::run(Queue queue) {
 // byte free.
 Status GpuDevice::complete_all() {
   const Current current(*this);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   DeviceAddress byte = 0;
   if (functions().memory_allocate(&byte, 1) == api::kSuccess) {
     return check(functions().memory_free.symbol(), functions().memory_free(byte));
@@ -562,8 +548,7 @@ Status GpuDevice::zero(DeviceAddress destination, std::size_t bytes) {
 Result<bool> GpuDevice::reaches(GpuDevice& peer) {
   if (!functions().device_can_access_peer) return false;
   int reachable = 0;
-  Status status = call(functions().device_can_access_peer, &reachable, ordinal_, peer.ordinal_);
-  if (!status.ok()) return status;
+  TRY(call(functions().device_can_access_peer, &reachable, ordinal_, peer.ordinal_));
   return reachable != 0;
 }
 
@@ -571,19 +556,17 @@ Status GpuDevice::copy_to_peer(Device& peer, DeviceAddress destination, DeviceAd
   if (&peer == this) return copy_within(destination, source, bytes);
   if (typeid(peer) != typeid(*this)) return {EOPNOTSUPP, "the other device belongs to another driver"};
   auto& remote = static_cast<GpuDevice&>(peer);
-  if (Status status = remote.health(); !status.ok()) return status;
+  TRY(remote.health());
   if (remote.info_.host_tier) return copy_out(reinterpret_cast<void*>(destination), source, bytes);
   if (info_.host_tier) return remote.copy_in(destination, reinterpret_cast<const void*>(source), bytes);
-  Result<bool> reachable = reaches(remote);
-  if (!reachable.ok()) return reachable.status();
-  if (!reachable.value()) return {EOPNOTSUPP, name() + " has no direct way to " + remote.name()};
+  bool reachable = TRY(reaches(remote));
+  if (!reachable) return {EOPNOTSUPP, name() + " has no direct way to " + remote.name()};
   // Virtual memory gives peers access when it is mapped.
   if (!remote.virtual_memory()) {
     const std::scoped_lock lock(peers_mutex_);
     if (!enabled_peers_.contains(remote.ordinal_)) {
       const Current current(*this);
-      Status status = current.status().ok() ? enable_peer(remote) : current.status();
-      if (!status.ok()) return status;
+      TRY(current.status().ok() ? enable_peer(remote) : current.status());
       enabled_peers_.insert(remote.ordinal_);
     }
   }
@@ -595,30 +578,29 @@ Status GpuDevice::copy_to_peer(Device& peer, DeviceAddress destination, DeviceAd
 
 Status GpuDevice::pin(void* address, std::size_t bytes) {
   const Current current(*this);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   return call(functions().host_register, address, bytes, api::kHostRegisterPortable);
 }
 
 Status GpuDevice::unpin(void* address) {
   const Current current(*this);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   return call(functions().host_unregister, address);
 }
 
 Result<DeviceAddress> GpuDevice::address_of_pinned(void* address) {
   const Current current(*this);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   // Without the function, host and device share their addresses.
   if (!functions().host_address) return reinterpret_cast<DeviceAddress>(address);
   DeviceAddress found = 0;
-  Status status = call(functions().host_address, &found, address, 0);
-  if (!status.ok()) return status;
+  TRY(call(functions().host_address, &found, address, 0));
   return found;
 }
 
 Result<PinnedHostRange> GpuDevice::pinned_range(const void* address) {
   const Current current(*this);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   const auto& attribute_of = functions().pointer_attribute;
   if (!attribute_of) return lacks("does not report what is pinned", attribute_of.symbol());
   const auto at = reinterpret_cast<DeviceAddress>(address);

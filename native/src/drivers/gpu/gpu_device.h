@@ -14,7 +14,6 @@
 #include <span>
 #include <string>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -35,7 +34,6 @@ class GpuDevice : public Device, public std::enable_shared_from_this<GpuDevice> 
  public:
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
   // Cached free pieces of memory count as free.
-  using Device::memory;
   Result<MemoryInfo> memory(Wait wait) override;
   Status health() override;
 

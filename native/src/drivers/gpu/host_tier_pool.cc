@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <iterator>
-#include <utility>
 
 #include "base/log.h"
 
@@ -42,7 +41,7 @@ AcquiredMemory HostTierPool::take_locked(Mapped piece) {
 
 Status HostTierPool::unmap_locked(Mapped piece) {
   const DeviceAddress address = piece->first;
-  if (Status status = source_.unmap(address); !status.ok()) return status;
+  TRY(source_.unmap(address));
   const AcquiredMemory taken = take_locked(piece);
   (taken.zeroed ? ready_ : used_).push_back(taken.handle);
   const auto range = std::ranges::find_if(idle_, [&](const Extent& one) { return address - one.offset < one.bytes; });
@@ -88,7 +87,7 @@ Status HostTierPool::clear_locked(Lock& lock, const Extent& addresses) {
   for (;;) {
     const Mapped piece = find_mapped(lock, addresses.offset, addresses.end());
     if (piece == mapped_.end()) return {};
-    if (Status status = unmap_locked(piece); !status.ok()) return status;
+    TRY(unmap_locked(piece));
   }
 }
 

@@ -12,7 +12,6 @@
 // Ownership: the GpuDevice's. Thread-safe.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>

@@ -6,7 +6,7 @@ namespace gpufs::gpu {
 
 Result<std::shared_ptr<PlainRange>> PlainRange::allocate(std::shared_ptr<GpuDevice> device, std::uint64_t bytes) {
   DeviceAddress base = 0;
-  if (Status status = device->acquire_plain(bytes, &base); !status.ok()) return status;
+  TRY(device->acquire_plain(bytes, &base));
   return std::shared_ptr<PlainRange>(new PlainRange(std::move(device), base, bytes));
 }
 
@@ -14,17 +14,14 @@ PlainRange::~PlainRange() { device_->return_plain(base(), bytes()); }
 
 Result<std::shared_ptr<AddressRange>> PlainMemory::reserve(std::uint64_t bytes, std::span<const Extent> populated) {
   SynchronousWork work(*device_);
-  if (!work.status().ok()) return work.status();
-  Result<std::shared_ptr<PlainRange>> allocated =
-      PlainRange::allocate(device_, round_up(bytes, device_->info().granule));
-  if (!allocated.ok()) return allocated.status();
-  const std::shared_ptr<PlainRange> range = allocated.take();
+  TRY(work.status());
+  const std::shared_ptr<PlainRange> range =
+      TRY(PlainRange::allocate(device_, round_up(bytes, device_->info().granule)));
   for (const Extent& span : populated) {
-    Status status = device_->call(device_->functions().copy_on_device, range->base() + span.offset,
-                                  current_->base() + span.offset, span.bytes, work.get());
-    if (!status.ok()) return status;
+    TRY(device_->call(device_->functions().copy_on_device, range->base() + span.offset, current_->base() + span.offset,
+                      span.bytes, work.get()));
   }
-  if (Status status = work.finish(); !status.ok()) return status;
+  TRY(work.finish());
   current_ = range;
   return std::shared_ptr<AddressRange>(range);
 }

@@ -26,14 +26,11 @@ class PlainMemory final : public DeviceMemory {
  public:
   explicit PlainMemory(std::shared_ptr<GpuDevice> device) : device_(std::move(device)) {}
 
-  using DeviceMemory::reserve;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const Extent> populated) override;
-  using DeviceMemory::populate;
-  Status populate(std::span<const Extent> spans, Wait /*wait*/) override {
+  Status populate_all(std::span<const Extent> spans, Wait /*wait*/) override {
     return device_->zero_spans(current_->base(), spans);
   }
-  using DeviceMemory::release;
-  void release(std::span<const Extent> /*spans*/) override {}
+  void release_all(std::span<const Extent> /*spans*/) override {}
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t /*from*/, std::uint64_t /*end*/,
                                                     std::size_t /*capacity*/, bool /*writable*/) override {
     return device_->check_sharing();

@@ -1,17 +1,15 @@
 #include "drivers/gpu/stream.h"
 
 #include <cerrno>
-#include <utility>
 
 namespace gpufs::gpu {
 
 Result<std::unique_ptr<Event>> GpuEvent::create(std::shared_ptr<GpuDevice> device) {
   const Current current(*device);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   api::Event event = nullptr;
   // Events without timing are cheap.
-  Status status = device->call(device->functions().event_create, &event, api::kEventDisableTiming);
-  if (!status.ok()) return status;
+  TRY(device->call(device->functions().event_create, &event, api::kEventDisableTiming));
   return std::unique_ptr<Event>(new GpuEvent(std::move(device), event));
 }
 
@@ -22,20 +20,19 @@ GpuEvent::~GpuEvent() {
 
 Result<bool> GpuEvent::query() {
   const Current current(*device_);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   const auto& query_event = device_->functions().event_query;
   const api::Code code = query_event(event_);
   if (code == api::kNotReady) return false;
-  if (Status status = device_->check(query_event.symbol(), code); !status.ok()) return status;
+  TRY(device_->check(query_event.symbol(), code));
   return true;
 }
 
 Result<std::unique_ptr<Stream>> GpuStream::create(std::shared_ptr<GpuDevice> device) {
   const Current current(*device);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   api::Stream stream = nullptr;
-  Status status = device->call(device->functions().stream_create, &stream, api::kStreamNonBlocking);
-  if (!status.ok()) return status;
+  TRY(device->call(device->functions().stream_create, &stream, api::kStreamNonBlocking));
   return std::unique_ptr<Stream>(new GpuStream(std::move(device), stream, /*owned=*/true));
 }
 
@@ -50,22 +47,20 @@ GpuStream::~GpuStream() {
 template <typename... Parameters>
 Status GpuStream::queue(const Function<Parameters...>& function, std::type_identity_t<Parameters>... arguments) {
   const Current current(*device_);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   return device_->call(function, arguments...);
 }
 
 Status GpuStream::copy(CopyDirection direction, std::span<const HostCopy> copies) {
   const Current current(*device_);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   if (copies.size() > 1 && device_->queue_batch(direction, copies, stream_).ok()) return {};
   // Where the batch was refused, these say what is wrong, or do it. Those that were queued are only repeated.
   for (const HostCopy& copy : copies) {
     if (copy.bytes == 0) continue;
-    Status status =
-        direction == CopyDirection::kToDevice
+    TRY(direction == CopyDirection::kToDevice
             ? device_->call(device_->functions().copy_to_device, copy.device, copy.host, copy.bytes, stream_)
-            : device_->call(device_->functions().copy_to_host, copy.host, copy.device, copy.bytes, stream_);
-    if (!status.ok()) return status;
+            : device_->call(device_->functions().copy_to_host, copy.host, copy.device, copy.bytes, stream_));
   }
   return {};
 }
@@ -83,7 +78,7 @@ Status GpuStream::check_capture() {
   const Functions& functions = device_->functions();
   if (!functions.stream_capturing) return {};
   const Current current(*device_);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   int capturing = 0;
   const api::Code code = functions.stream_capturing(stream_, &capturing);
   if (code == api::kCaptureImplicit || (code == api::kSuccess && capturing != 0)) {
@@ -97,13 +92,13 @@ Status GpuStream::call(HostFunction function, void* argument) {
   if (!functions.launch_host) {
     return device_->lacks("cannot call the host from a stream", functions.launch_host.symbol());
   }
-  if (Status capture = check_capture(); !capture.ok()) return capture;
+  TRY(check_capture());
   return queue(functions.launch_host, stream_, function, argument);
 }
 
 Status GpuStream::wait_for_value(DeviceAddress cell, std::uint32_t value) {
   const Current current(*device_);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   return device_->wait_for_value(stream_, cell, value);
 }
 

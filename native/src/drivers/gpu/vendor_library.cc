@@ -8,10 +8,8 @@
 #include <atomic>
 #include <cctype>
 #include <cerrno>
-#include <cstddef>
 #include <cstdlib>
 #include <numeric>
-#include <string>
 
 namespace gpufs::gpu {
 namespace {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <string>
-#include <utility>
 
 #include "base/log.h"
 #include "base/math.h"
@@ -25,27 +24,24 @@ std::uint64_t end_of(std::uint64_t offset, const PhysicalMemory& physical) { ret
 
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
                                                                DeviceAddress address, Wait wait, bool wants_zeros) {
-  const Result<AcquiredMemory> piece = device->acquire_physical(bytes, address, wants_zeros, wait);
-  if (!piece.ok()) return piece.status();
-  std::shared_ptr<PhysicalMemory> created(
-      new PhysicalMemory(std::move(device), bytes, piece.value().handle, /*own=*/true));
-  created->zeroed_ = piece.value().zeroed;
-  created->left_mapped_ = piece.value().mapped ? address : 0;
+  const AcquiredMemory piece = TRY(device->acquire_physical(bytes, address, wants_zeros, wait));
+  std::shared_ptr<PhysicalMemory> created(new PhysicalMemory(std::move(device), bytes, piece.handle, /*own=*/true));
+  created->zeroed_ = piece.zeroed;
+  created->left_mapped_ = piece.mapped ? address : 0;
   return created;
 }
 
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::import(std::shared_ptr<GpuDevice> device, int descriptor,
                                                                std::uint64_t bytes) {
   PhysicalHandle handle = 0;
-  if (Status status = device->import_physical(descriptor, &handle); !status.ok()) return status;
+  TRY(device->import_physical(descriptor, &handle));
   return std::shared_ptr<PhysicalMemory>(new PhysicalMemory(std::move(device), bytes, handle, /*own=*/false));
 }
 
 Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::adopt(std::shared_ptr<GpuDevice> device,
                                                               MemoryKeeper::KeptPiece piece) {
   PhysicalHandle handle = 0;
-  Status status = device->adopt_physical(piece.descriptor.get(), piece.bytes, &handle);
-  if (!status.ok()) return status;
+  TRY(device->adopt_physical(piece.descriptor.get(), piece.bytes, &handle));
   std::shared_ptr<PhysicalMemory> adopted(new PhysicalMemory(std::move(device), piece.bytes, handle, /*own=*/true));
   adopted->exported_ = true;  // perhaps
   adopted->descriptor_ = std::move(piece.descriptor);
@@ -82,8 +78,7 @@ void PhysicalMemory::drop() {
 
 Result<UniqueFd> PhysicalMemory::export_new() {
   int fd = -1;
-  Status status = device_->call(device_->functions().memory_export, &fd, handle_, api::kHandleDescriptor, 0);
-  if (!status.ok()) return status;
+  TRY(device_->call(device_->functions().memory_export, &fd, handle_, api::kHandleDescriptor, 0));
   UniqueFd descriptor(fd);
   // The driver opens it inheritable.
   if (::fcntl(descriptor.get(), F_SETFD, FD_CLOEXEC) != 0) return Status::from_errno(errno, "fcntl(F_SETFD)");
@@ -110,8 +105,7 @@ Result<std::shared_ptr<MappedRange>> MappedRange::reserve(std::shared_ptr<GpuDev
     }
   }
   DeviceAddress base = 0;
-  Status status = device->call_for_others(device->functions().address_reserve, &base, bytes, 0, 0, 0);
-  if (!status.ok()) return status;
+  TRY(device->call_for_others(device->functions().address_reserve, &base, bytes, 0, 0, 0));
   return std::shared_ptr<MappedRange>(new MappedRange(std::move(device), base, bytes));
 }
 
@@ -188,8 +182,7 @@ Status MappedRange::allow(std::uint64_t offset, std::uint64_t bytes) {
   if (device_->spans_pieces()) return device_->allow(base() + offset, bytes);
   const std::uint64_t end = offset + bytes;
   for (auto piece = shown_.find(offset); piece != shown_.end() && piece->first < end; ++piece) {
-    Status status = device_->allow(base() + piece->first, piece->second->bytes());
-    if (!status.ok()) return status;
+    TRY(device_->allow(base() + piece->first, piece->second->bytes()));
   }
   return {};
 }
@@ -208,7 +201,7 @@ std::unique_ptr<DeviceMemory> VirtualMemory::create(std::shared_ptr<GpuDevice> d
 Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(const std::shared_ptr<GpuDevice>& device,
                                                              std::uint64_t number, std::span<const Extent> populated) {
   const Current current(*device);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   auto memory = std::make_unique<VirtualMemory>(device, number);
   std::vector<MemoryKeeper::KeptPiece> kept = device->keeper()->take(number);
   // Where a piece was being split, its successors hold the same, but perhaps not all of them were kept.
@@ -223,9 +216,8 @@ Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(const std::shared_p
       continue;
     }
     const std::size_t granules = static_cast<std::size_t>(piece.bytes / memory->granule_);
-    Result<std::shared_ptr<PhysicalMemory>> physical = PhysicalMemory::adopt(device, std::move(piece));
-    if (!physical.ok()) return physical.status();
-    memory->pieces_.emplace(offset, MappedPiece{physical.take(), std::vector<bool>(granules), 0});
+    std::shared_ptr<PhysicalMemory> physical = TRY(PhysicalMemory::adopt(device, std::move(piece)));
+    memory->pieces_.emplace(offset, MappedPiece{std::move(physical), std::vector<bool>(granules), 0});
   }
   std::uint64_t live = 0;
   for (const Extent& span : populated) {
@@ -286,19 +278,17 @@ Result<std::shared_ptr<AddressRange>> VirtualMemory::reserve(std::uint64_t bytes
                                                              std::span<const Extent> /*populated*/) {
   bytes = round_up(bytes, granule_);
   const Current current(*device_);
-  if (!current.status().ok()) return current.status();
-  Result<std::shared_ptr<MappedRange>> reserved = MappedRange::reserve(device_, bytes, /*reuses=*/pieces_.empty());
-  if (!reserved.ok()) return reserved.status();
-  const std::shared_ptr<MappedRange> range = reserved.take();
+  TRY(current.status());
+  const std::shared_ptr<MappedRange> range = TRY(MappedRange::reserve(device_, bytes, /*reuses=*/pieces_.empty()));
   for (auto piece = pieces_.begin(); piece != pieces_.end();) {
     const std::uint64_t start = piece->first;
     std::uint64_t end = start;
     while (piece != pieces_.end() && piece->first == end) {
-      if (Status status = range->show(end, piece->second.physical); !status.ok()) return status;
+      TRY(range->show(end, piece->second.physical));
       end = end_of(end, *piece->second.physical);
       ++piece;
     }
-    if (Status status = range->allow(start, end - start); !status.ok()) return status;
+    TRY(range->allow(start, end - start));
   }
   current_ = range;
   return std::shared_ptr<AddressRange>(range);
@@ -309,19 +299,18 @@ Status VirtualMemory::add_pieces(std::uint64_t offset, std::uint64_t bytes, Piec
   Extents mapped;
   for (std::uint64_t at = offset; at < end;) {
     const std::uint64_t part = std::min(device_->largest_piece(), end - at);
-    Result<std::shared_ptr<PhysicalMemory>> physical =
-        PhysicalMemory::create(device_, part, current_->base() + at, wait, zeroes_);
-    if (!physical.ok()) return physical.status();
+    std::shared_ptr<PhysicalMemory> physical =
+        TRY(PhysicalMemory::create(device_, part, current_->base() + at, wait, zeroes_));
     const MappedPiece& piece =
-        pieces.emplace(at, MappedPiece{physical.take(), std::vector<bool>(part / granule_), 0}).first->second;
+        pieces.emplace(at, MappedPiece{std::move(physical), std::vector<bool>(part / granule_), 0}).first->second;
     piece.physical->keep(number_, at);
     bool accessible = false;
-    if (Status status = current_->show(at, piece.physical, &accessible); !status.ok()) return status;
+    TRY(current_->show(at, piece.physical, &accessible));
     if (!accessible) mapped = joined(mapped, {{at, part}});
     at += part;
   }
   for (const Extent& run : mapped) {
-    if (Status status = current_->allow(run.offset, run.bytes); !status.ok()) return status;
+    TRY(current_->allow(run.offset, run.bytes));
   }
   return {};
 }
@@ -340,13 +329,13 @@ Status VirtualMemory::back(const Extent& span, Pieces& fresh, Wait wait) {
     const bool more = piece != pieces_.end() && piece->first < end;
     const std::uint64_t gap_end = more ? piece->first : end;
     if (gap_end > at) {
-      if (Status status = add_pieces(at, gap_end - at, fresh, wait); !status.ok()) return status;
+      TRY(add_pieces(at, gap_end - at, fresh, wait));
     }
     if (!more) break;
     at = end_of(piece->first, *piece->second.physical);
     if (piece->second.live_granules == 0) {
       // The piece may have been kept because it could be mapped, but neither made accessible nor unmapped.
-      if (Status status = current_->allow(piece->first, at - piece->first); !status.ok()) return status;
+      TRY(current_->allow(piece->first, at - piece->first));
     }
     ++piece;
   }
@@ -369,9 +358,9 @@ std::uint64_t VirtualMemory::descriptors_for(std::span<const Extent> spans) {
   return number_ == 0 ? 0 : fresh;
 }
 
-Status VirtualMemory::populate(std::span<const Extent> spans, Wait wait) {
+Status VirtualMemory::populate_all(std::span<const Extent> spans, Wait wait) {
   const Current current(*device_);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   Pieces fresh;
   Status status;
   for (const Extent& span : spans) {
@@ -407,7 +396,7 @@ Extent VirtualMemory::release_span(std::uint64_t offset, std::uint64_t bytes) {
   return {from, to - from};
 }
 
-void VirtualMemory::release(std::span<const Extent> spans) {
+void VirtualMemory::release_all(std::span<const Extent> spans) {
   for (const Extent& span : spans) mark(span, false);
   const Current current(*device_);
   if (!current.status().ok()) return;
@@ -435,18 +424,15 @@ void VirtualMemory::release(std::span<const Extent> spans) {
 }
 
 Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type& piece) {
-  Result<std::shared_ptr<MappedRange>> reserved = MappedRange::reserve(device_, piece.second.physical->bytes());
-  if (!reserved.ok()) return reserved.status();
-  const std::shared_ptr<MappedRange> range = reserved.take();
+  const std::shared_ptr<MappedRange> range = TRY(MappedRange::reserve(device_, piece.second.physical->bytes()));
   Pieces fresh;
   SynchronousWork work(*device_);
-  if (!work.status().ok()) return work.status();
+  TRY(work.status());
   for (const Extent& run : live_runs(piece)) {
-    Result<std::shared_ptr<PhysicalMemory>> physical =
-        PhysicalMemory::create(device_, run.bytes, /*address=*/0, Wait::kAllowed, false);
-    if (!physical.ok()) return physical.status();
+    std::shared_ptr<PhysicalMemory> physical =
+        TRY(PhysicalMemory::create(device_, run.bytes, /*address=*/0, Wait::kAllowed, false));
     const std::uint64_t within = run.offset - piece.first;
-    Status status = range->show(within, physical.value());
+    Status status = range->show(within, physical);
     if (status.ok()) status = range->allow(within, run.bytes);
     if (status.ok()) {
       status = device_->call(device_->functions().copy_on_device, range->base() + within, current_->base() + run.offset,
@@ -454,16 +440,16 @@ Result<VirtualMemory::Pieces> VirtualMemory::copy_live(const Pieces::value_type&
     }
     if (!status.ok()) return status;
     const std::uint64_t granules = run.bytes / granule_;
-    fresh.emplace(run.offset, MappedPiece{physical.take(), std::vector<bool>(granules, true), granules});
+    fresh.emplace(run.offset, MappedPiece{std::move(physical), std::vector<bool>(granules, true), granules});
   }
-  if (Status status = work.finish(); !status.ok()) return status;
+  TRY(work.finish());
   return fresh;
 }
 
 Status VirtualMemory::swap(const Pieces& from, const Pieces& to) {
   for (const auto& piece : from) {
     if (!current_->shows(piece.first, *piece.second.physical)) continue;
-    if (Status status = current_->hide(piece.first); !status.ok()) return status;
+    TRY(current_->hide(piece.first));
   }
   for (const auto& piece : to) {
     Status status;
@@ -477,9 +463,7 @@ Status VirtualMemory::swap(const Pieces& from, const Pieces& to) {
 }
 
 Status VirtualMemory::split(Pieces::iterator piece) {
-  Result<Pieces> copied = copy_live(*piece);
-  if (!copied.ok()) return copied.status();
-  Pieces fresh = copied.take();
+  Pieces fresh = TRY(copy_live(*piece));
   Pieces old;
   old.emplace(piece->first, piece->second);
   Status failure = swap(old, fresh);
@@ -503,15 +487,14 @@ Status VirtualMemory::split(Pieces::iterator piece) {
 
 Result<std::vector<ExportedMemory>> VirtualMemory::export_memory(std::uint64_t from, std::uint64_t end,
                                                                  std::size_t capacity, bool /*writable*/) {
-  if (Status status = device_->check_sharing(); !status.ok()) return status;
+  TRY(device_->check_sharing());
   const Current current(*device_);
-  if (!current.status().ok()) return current.status();
+  TRY(current.status());
   std::vector<ExportedMemory> exported;
   for (auto piece = pieces_.lower_bound(from); piece != pieces_.end() && piece->first < end; ++piece) {
     if (exported.size() == capacity) break;
-    Result<UniqueFd> descriptor = piece->second.physical->export_descriptor();
-    if (!descriptor.ok()) return descriptor.status();
-    exported.push_back({{piece->first, piece->second.physical->bytes()}, descriptor.take()});
+    UniqueFd descriptor = TRY(piece->second.physical->export_descriptor());
+    exported.push_back({{piece->first, piece->second.physical->bytes()}, std::move(descriptor)});
   }
   return exported;
 }

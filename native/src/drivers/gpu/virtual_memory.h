@@ -117,12 +117,9 @@ class VirtualMemory final : public DeviceMemory {
   static Result<std::unique_ptr<DeviceMemory>> restore(const std::shared_ptr<GpuDevice>& device, std::uint64_t number,
                                                        std::span<const Extent> populated);
 
-  using DeviceMemory::reserve;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const Extent> populated) override;
-  using DeviceMemory::populate;
-  Status populate(std::span<const Extent> spans, Wait wait) override;
-  using DeviceMemory::release;
-  void release(std::span<const Extent> spans) override;
+  Status populate_all(std::span<const Extent> spans, Wait wait) override;
+  void release_all(std::span<const Extent> spans) override;
   [[nodiscard]] Extent release_span(std::uint64_t offset, std::uint64_t bytes) override;
   void fix_in_place() override { fixed_ = true; }
   void allow_moves() override { fixed_ = false; }

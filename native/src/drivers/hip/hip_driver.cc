@@ -11,7 +11,6 @@
 #include "base/log.h"
 #include "drivers/gpu/gpu_device.h"
 #include "drivers/gpu/virtual_memory.h"
-#include "drivers/hip/hip_library.h"
 
 namespace gpufs::hip {
 namespace {
@@ -96,11 +95,9 @@ class HipDevice final : public gpu::GpuDevice {
   // HIP has a current device for each thread, but no stack of them as CUDA has of contexts.
   Result<bool> make_current(std::uint64_t* before) override {
     int current = 0;
-    Status status = find_current(&current);
-    if (!status.ok()) return status;
+    TRY(find_current(&current));
     if (current == ordinal_) return false;
-    status = call(library_.device_set, ordinal_);
-    if (!status.ok()) return status;
+    TRY(call(library_.device_set, ordinal_));
     *before = static_cast<std::uint64_t>(current);
     return true;
   }
@@ -174,7 +171,7 @@ class HipDevice final : public gpu::GpuDevice {
 Result<bool> HipDevice::owns(api::Stream stream, bool default_stream) {
   int owner = -1;
   if (default_stream) {
-    if (Status status = find_current(&owner); !status.ok()) return status;
+    TRY(find_current(&owner));
   } else if (const api::Code code = library_.stream_device(stream, &owner); code != api::kSuccess) {
     return Status{EINVAL, "this is not a HIP stream: " + library_.describe(code), code};
   }
@@ -205,9 +202,7 @@ namespace gpufs {
 
 Result<std::unique_ptr<Driver>> open_hip_driver(const DriverOptions& options,
                                                 const std::vector<std::string>& candidates) {
-  Result<std::shared_ptr<const hip::Library>> loaded = hip::Library::load(candidates);
-  if (!loaded.ok()) return loaded.status();
-  const std::shared_ptr<const hip::Library> library = loaded.take();
+  const std::shared_ptr<const hip::Library> library = TRY(hip::Library::load(candidates));
   int found = 0;
   const gpu::api::Code code = library->functions().device_count(&found);
   if (code != gpu::api::kSuccess && code != gpu::api::kNoDevice) {
@@ -225,9 +220,7 @@ Result<std::unique_ptr<Driver>> open_hip_driver(const DriverOptions& options,
 
 Result<std::shared_ptr<Device>> open_hip_device(const std::string& pci_address,
                                                 const std::vector<std::string>& candidates) {
-  Result<std::shared_ptr<const hip::Library>> loaded = hip::Library::load(candidates);
-  if (!loaded.ok()) return loaded.status();
-  const std::shared_ptr<const hip::Library> library = loaded.take();
+  const std::shared_ptr<const hip::Library> library = TRY(hip::Library::load(candidates));
   // Memory that was exported is virtual memory, however this process would take its own.
   DriverOptions options;
   options.hip_memory = HipMemory::kVirtual;

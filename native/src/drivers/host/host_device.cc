@@ -3,12 +3,10 @@
 #include <cerrno>
 #include <cstring>
 #include <iterator>
-#include <string>
 #include <utility>
 
 #include "base/math.h"
 #include "drivers/host/foreign_memory.h"
-#include "drivers/host/host_memory.h"
 #include "drivers/host/host_stream.h"
 
 namespace gpufs {

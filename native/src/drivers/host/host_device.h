@@ -36,7 +36,6 @@ class HostDevice : public Device {
   HostDevice(int index, std::uint64_t memory_bytes, std::shared_ptr<HostPins> pins, bool host_tier = false);
 
   [[nodiscard]] const DeviceInfo& info() const override { return info_; }
-  using Device::memory;
   Result<MemoryInfo> memory(Wait wait) override;
   Status bind_thread() override { return {}; }
   Status health() override { return {}; }

@@ -14,7 +14,6 @@
 #include <cstring>
 #include <functional>
 #include <string>
-#include <utility>
 
 #include "base/log.h"
 #include "base/math.h"
@@ -207,17 +206,15 @@ Result<std::unique_ptr<DeviceMemory>> HostMemory::show(Result<std::shared_ptr<Ho
 }
 
 Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes, std::span<const Extent> /*populated*/) {
-  Result<std::shared_ptr<Range>> made = Range::map(file_, round_up(bytes, kHostGranule));
-  if (!made.ok()) return made.status();
-  range_ = made.take();
+  range_ = TRY(Range::map(file_, round_up(bytes, kHostGranule)));
   return std::shared_ptr<AddressRange>(range_);
 }
 
-Status HostMemory::populate(std::span<const Extent> spans, Wait /*wait*/) {
+Status HostMemory::populate_all(std::span<const Extent> spans, Wait /*wait*/) {
   for (std::size_t i = 0; i < spans.size(); ++i) {
     Status status = populate_one(spans[i]);
     if (status.ok()) continue;
-    release(spans.first(i));
+    release_all(spans.first(i));
     return status;
   }
   return {};
@@ -225,14 +222,13 @@ Status HostMemory::populate(std::span<const Extent> spans, Wait /*wait*/) {
 
 Status HostMemory::populate_one(const Extent& span) {
   const auto [offset, bytes] = span;
-  Status status = file_->allocate(offset, bytes);
-  if (!status.ok()) return status;
+  TRY(file_->allocate(offset, bytes));
   // Touching all pages in one call costs less than page by page during the first copy. Only speed depends on it.
   ::madvise(reinterpret_cast<void*>(range_->base() + offset), bytes, MADV_POPULATE_WRITE);
   return {};
 }
 
-void HostMemory::release(std::span<const Extent> spans) {
+void HostMemory::release_all(std::span<const Extent> spans) {
   for (const Extent& span : spans) release_one(span);
 }
 

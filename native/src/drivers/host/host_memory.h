@@ -94,12 +94,9 @@ class HostMemory : public DeviceMemory {
     return show(HostFile::restore(std::move(owners), number, populated));
   }
 
-  using DeviceMemory::reserve;
   Result<std::shared_ptr<AddressRange>> reserve(std::uint64_t bytes, std::span<const Extent> populated) override;
-  using DeviceMemory::populate;
-  Status populate(std::span<const Extent> spans, Wait wait) override;
-  using DeviceMemory::release;
-  void release(std::span<const Extent> spans) override;
+  Status populate_all(std::span<const Extent> spans, Wait wait) override;
+  void release_all(std::span<const Extent> spans) override;
   Result<std::vector<ExportedMemory>> export_memory(std::uint64_t from, std::uint64_t end, std::size_t capacity,
                                                     bool writable) override;
   [[nodiscard]] std::uint64_t descriptors() const override { return 1; }

@@ -6,8 +6,6 @@
 #include <cstring>
 #include <latch>
 #include <map>
-#include <string>
-#include <utility>
 
 #include "drivers/host/host_memory.h"
 
@@ -36,7 +34,7 @@ struct HostStream::Streams {
 
 Result<std::unique_ptr<Stream>> HostStream::create(int device) {
   std::shared_ptr<Queue> queue(new Queue{device});
-  if (Status started = queue->worker.start(); !started.ok()) return started;
+  TRY(queue->worker.start());
   std::unique_ptr<HostStream> stream(new HostStream(queue, /*adopted=*/false));
   Streams& streams = Streams::instance();
   const std::lock_guard lock(streams.mutex);
