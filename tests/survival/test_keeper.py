@@ -373,9 +373,9 @@ def test_sigterm_ends_it_where_no_daemon_runs(daemons: Daemons) -> None:
 
 
 def state_of(pid: int) -> str:
-    """What the keeper has for `gpufs status`."""
-    (fd,) = (fd for fd, link in links_of(pid).items() if link.startswith("/memfd:gpufs-keeper-state"))
-    return Path(f"/proc/{pid}/fd/{fd}").read_text()
+    """What the keeper has for `gpufs status`; "" while it starts."""
+    found = [fd for fd, link in links_of(pid).items() if link.startswith("/memfd:gpufs-keeper-state")]
+    return Path(f"/proc/{pid}/fd/{found[0]}").read_text() if found else ""
 
 
 def children_of_keeper(pid: int) -> str:
