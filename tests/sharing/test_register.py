@@ -447,7 +447,7 @@ def test_memory_that_is_cut_off(root: Path, shared_mount: GpufsMount) -> None:
     (root / "file").write_bytes(b"works")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGBUS])
 def test_the_mount_ends_while_memory_is_registered(mount: Mounter, number: signal.Signals) -> None:
     mounted = mount(memory=64 * MIB)
     array = shared_array(noise(MIB))

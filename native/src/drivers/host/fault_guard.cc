@@ -51,8 +51,10 @@ void on_bus_error(int number, siginfo_t* info, void* context) {
   errno = saved;
   // Not ours: what would have happened without this handler.
   if ((before.sa_flags & SA_SIGINFO) != 0) return before.sa_sigaction(number, info, context);
+  if (before.sa_handler == SIG_IGN && info->si_code <= 0) return;
   if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) return before.sa_handler(number);
-  ::signal(number, SIG_DFL);  // the access is repeated, and ends the process
+  ::signal(number, SIG_DFL);                // the access is repeated, and ends the process
+  if (info->si_code <= 0) ::raise(number);  // a process has sent it
 }
 
 Status install() {
