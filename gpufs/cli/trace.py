@@ -94,8 +94,9 @@ def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> N
         return
     entry = _mounts.find(mountpoint)
     interrupted = threading.Event()
-    # Also where whoever started it had SIGINT ignored, as shells do for what runs in the background.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # Also where whoever started it had SIGINT ignored, as shells do for what runs in the background. nohup is heeded.
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         signal.signal(number, lambda *_: interrupted.set())
     try:
         source = os.open(os.path.join(entry.mountpoint, _FILE), os.O_RDONLY | os.O_CLOEXEC)

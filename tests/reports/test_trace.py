@@ -26,9 +26,12 @@ Event = dict[str, Any]
 
 
 @contextlib.contextmanager
-def recording(mount: GpufsMount, path: Path, how: signal.Signals = signal.SIGINT) -> Iterator[subprocess.Popen[str]]:
-    """A recorder that is recording. It is interrupted at the end unless it has ended."""
-    recorder = subprocess.Popen([*GPUFS, "trace", str(mount.path), "-o", str(path)], stderr=subprocess.PIPE, text=True)
+def recording(
+    mount: GpufsMount, path: Path, how: signal.Signals = signal.SIGINT, *, by: tuple[str, ...] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """A recorder that is recording, started by a program. It is interrupted at the end unless it has ended."""
+    command = [*by, *GPUFS, "trace", str(mount.path), "-o", str(path)]
+    recorder = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: records(recorder.pid) or recorder.poll() is not None, 30, "the recording to begin")
         yield recorder
@@ -142,6 +145,17 @@ def test_reads_and_writes_of_the_mount(mount: Mounter, tmp_path: Path) -> None:
         assert {(span["args"]["inode"], span["args"]["device"]) for span in found} == {(inode, "gpu0")}
     replies = called(spans, "reply")
     assert sum(span["args"]["size"] for span in replies) == 3 * MIB
+
+
+def test_the_end_of_its_terminal_ends_it_unless_nohup_has_started_it(mount: Mounter, tmp_path: Path) -> None:
+    own = mount()
+    with recording(own, tmp_path / "trace.json", signal.SIGHUP):
+        pass
+    assert json.loads((tmp_path / "trace.json").read_text())
+    with recording(own, tmp_path / "trace.json", by=("nohup",)) as recorder:
+        recorder.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            recorder.wait(1)
 
 
 def test_the_life_of_a_copy(mount: Mounter, tmp_path: Path) -> None:
