@@ -16,6 +16,12 @@ PERMISSIONS: Final = 0o777
 _NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
 
 
+def temporary_name() -> str:
+    """Return a name that no other file has, for one that gets its own name later."""
+    # As secrets.token_hex(), whose module takes a tenth of the time of a small copy to import.
+    return f"{PREFIX}{os.urandom(8).hex()}"
+
+
 def has_name(fd: int, name: str, directory: int | None) -> bool:
     """Return whether an open file has a name."""
     try:
@@ -65,8 +71,7 @@ class NewFile:
         It has no name where the file system allows that (O_TMPFILE; FUSE since Linux 6.2), so a process that dies
         leaves nothing.
         """
-        # As secrets.token_hex(), whose module takes a tenth of the time of a small copy to import.
-        temporary, access = f"{PREFIX}{os.urandom(8).hex()}", os.O_RDWR | os.O_CLOEXEC
+        temporary, access = temporary_name(), os.O_RDWR | os.O_CLOEXEC
         is_named = False
         try:
             fd = os.open(".", access | os.O_TMPFILE, mode, dir_fd=directory)

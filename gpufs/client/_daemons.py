@@ -42,7 +42,6 @@ def connect(st_dev: int, mounts: list[MountEntry], *, trusting: bool = False) ->
     the mount's root is not visible here, no service answers there, its socket is closed to others (EACCES), it has too
     many connections (EBUSY), or it is neither ours nor root's (EPERM).
     """
-
     from gpufs.client._connection import Connection
 
     for pause in _RECONNECT_PAUSES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import stat
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.exceptions import NotOnMount, failure_of_mount, text_of
 from gpufs.formats.versions import FileLayout
-from gpufs.new_file import PERMISSIONS, PREFIX, has_name, take_owner_and_mode
+from gpufs.new_file import PERMISSIONS, has_name, take_owner_and_mode, temporary_name
 from gpufs.syscalls import path_of, renameat2
 
 _NOREPLACE: Final = 1  # of renameat2(2)
@@ -136,7 +135,7 @@ def _move(new: _Opened, old: _Opened) -> None:
     """
     with suppress(OSError):  # has a lock already
         fcntl.flock(new.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else it counts as what a dead process has left
-    temporary = f"{PREFIX}{secrets.token_hex(8)}"
+    temporary = temporary_name()
     moved = False
     try:
         os.rename(new.name, temporary, src_dir_fd=new.directory, dst_dir_fd=old.directory)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 
 from gpufs.client._cancellation import Cancellation
@@ -33,10 +33,10 @@ class FanOut:
     source: Entry
     destinations: Sequence[Entry]
     progress: Callable[[CopyProgress], None] | None
-    cancel: Cancellation | None
+    cancel: InitVar[Cancellation | None]
 
-    def __post_init__(self) -> None:
-        self._cancel = self.cancel or Cancellation()
+    def __post_init__(self, cancel: Cancellation | None) -> None:
+        self._cancel = cancel or Cancellation()
         self._opened = ExitStack()
         self._outcomes: dict[int, Outcome] = {}  # by the place in destinations
         self._lock = threading.Lock()  # guards the next two, and calls of progress
