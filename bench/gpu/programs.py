@@ -153,10 +153,12 @@ def main() -> None:
             header = int.from_bytes(file.open("rb").read(8), "little")
             print(f"{file.name}: {file.stat().st_size / 2**30:.2f} GiB, data begins at {(8 + header) % 256} mod 256")
         reports: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-        for _ in range(args.rounds):
+        for number in range(1, args.rounds + 1):
             for way in WAYS:
                 source = model if way == TMPFS else device / model.name
-                reports[way].append(run(way, source, "--tokens", args.tokens))
+                report = run(way, source, "--tokens", args.tokens)
+                reports[way].append(report)
+                print(f"round {number}, {way}: {report['first_token_s']:.1f} s to the first token", flush=True)
         equal = print_table(reports)
         memory: list[dict[str, Any]] = []
         if args.together:

@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory with everything that the script installs."""
     destination = tmp_path_factory.mktemp("installed")
-    environment = {**os.environ, "DESTDIR": str(destination), "GPUFS": str(Path(sys.executable).with_name("gpufs"))}
+    program = str(Path(sys.executable).with_name("gpufs"))
+    environment = {**os.environ, "DESTDIR": str(destination), "PREFIX": "/usr/local", "GPUFS": program}
     run(ROOT / "scripts/install-helpers", env=environment)
     yield destination
     run(ROOT / "scripts/install-helpers", "--remove", env=environment)

@@ -62,8 +62,8 @@ def test_the_directory_of_the_socket(mount: Mounter) -> None:
     assert os.listdir(folder) == ["socket"]
     number = folder.stat().st_ino
     mounted.unmount()
-    with contextlib.suppress(FileNotFoundError):
-        assert folder.stat().st_ino != number, "left behind"  # another mount may have the device number, and so the name
+    with contextlib.suppress(FileNotFoundError):  # another mount may have got the device number, and with it the name
+        assert folder.stat().st_ino != number, "left behind"
     dead = mount("--no-auto-unmount", "--no-survive")
     folder = Path(socket_path(dead.path)).parent
     dead.signal(signal.SIGKILL)
