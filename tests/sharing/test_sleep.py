@@ -21,7 +21,7 @@ import numpy
 import pytest
 from support.attaching import HOLD, program
 from support.cli import gpufs as command
-from support.data import MIB, directory, noise
+from support.data import MIB, assert_same, directory, noise
 from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, fallocate
 from support.mounting import GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE, as_nobody, errno_of, wait_until
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.driver
 
 SIZE = 10 * MIB + 4321
 DEVICE = 36 * MIB
+LARGE = 192 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,25 @@ def test_a_killed_daemon_loses_nothing_that_sleeps(place: Survivor, file: Path) 
     array.close()
     gc.collect()
     wait_until(lambda: not place.report()["leases"], PATIENCE, "the end of the lease")
+
+
+def test_a_model_that_sleeps_again_after_a_death_survives_the_next(driver: str) -> None:
+    """Host memory in large pieces is used again, also by a daemon that got it from another one."""
+    if driver == "hip":
+        pytest.skip("the HIP driver has no host memory for files")
+    data = noise(LARGE)
+    with directory("/tmp") as folder:
+        options = ("--host-memory", str(2 * LARGE))
+        with mounted(folder / "mnt", *options, driver=driver, memory=str(LARGE + 8 * MIB)) as large:
+            file = large.device / "weights"
+            file.write_bytes(data)
+            array = gpufs.attach(file, "r+")
+            for _ in range(3):
+                gpufs.sleep(array)
+                large.kill()
+                gpufs.wake(array)
+            assert_same(array.tobytes(), data)
+            array.close()
 
 
 def test_a_daemon_that_is_killed_while_files_move_loses_nothing(place: Survivor, file: Path) -> None:

@@ -150,9 +150,6 @@ class DeviceMemory {
   // populated as well from then on, but has to be zeroed before it is used.
   [[nodiscard]] virtual Extents surplus() const { return {}; }
 
-  // After Device::restore_memory(): no other program has ever mapped it, so it may serve others once it is released.
-  virtual void assume_private() {}
-
   // Descriptors of this process that it has, and how many more it takes at most to populate these spans.
   [[nodiscard]] virtual std::uint64_t descriptors() const { return 0; }
   [[nodiscard]] virtual std::uint64_t descriptors_for(std::span<const Extent> /*spans*/) { return 0; }

@@ -642,7 +642,6 @@ Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr
     there.parked = false;
     const auto held = std::make_shared<ExtentBuffer>(host, /*preallocates=*/false);
     TRY(held->restore(there, nullptr));
-    if (held->memory_ != nullptr) held->memory_->assume_private();  // nobody attaches to what is parked
     const std::lock_guard mutation(mutation_mutex_);
     size_.store(contents.size, std::memory_order_release);
     parked_bytes_.store(held->bytes_held(), std::memory_order_release);

@@ -499,6 +499,7 @@ class Machine {
   api::Code export_memory(void* out, Handle handle, int type) {
     const auto physical = physical_.find(handle);
     if (physical == physical_.end() || type != api::kHandleDescriptor) return api::kInvalidValue;
+    if (physical->second.imported) return api::kInvalidValue;  // vendors promise it for what this process has created
     const int fd = ::dup(physical->second.fd);
     if (fd < 0) return api::kOutOfMemory;
     std::memcpy(out, &fd, sizeof fd);

@@ -43,7 +43,8 @@ Result<std::shared_ptr<PhysicalMemory>> PhysicalMemory::adopt(std::shared_ptr<Gp
   PhysicalHandle handle = 0;
   TRY(device->adopt_physical(piece.descriptor.get(), piece.bytes, &handle));
   std::shared_ptr<PhysicalMemory> adopted(new PhysicalMemory(std::move(device), piece.bytes, handle, /*own=*/true));
-  adopted->exported_ = true;  // perhaps
+  // Perhaps. And it may be impossible to export it again, for the keeper, if it served another memory.
+  adopted->exported_ = true;
   adopted->descriptor_ = std::move(piece.descriptor);
   adopted->key_ = piece.key;
   return adopted;
@@ -235,10 +236,6 @@ Result<std::unique_ptr<DeviceMemory>> VirtualMemory::restore(const std::shared_p
   }
   for (const Extent& span : memory->surplus_) memory->mark(span, true);
   return std::unique_ptr<DeviceMemory>(std::move(memory));
-}
-
-void VirtualMemory::assume_private() {
-  for (const auto& piece : pieces_) piece.second.physical->assume_private();
 }
 
 VirtualMemory::Pieces::iterator VirtualMemory::first_touching(std::uint64_t offset) {

@@ -52,8 +52,6 @@ class PhysicalMemory {
   [[nodiscard]] bool take_mapping(DeviceAddress address) { return std::exchange(left_mapped_, 0) == address; }
   // Leaves it mapped there for its next user. False if it cannot have one.
   bool leave_mapped(DeviceAddress address);
-  // Of adopted memory: no other program has mapped it.
-  void assume_private() { exported_ = !own_; }
   // Has the device's keeper, if there is one, keep it as the part at `offset` of a memory; or keep it no longer.
   void keep(std::uint64_t memory, std::uint64_t offset);
   void drop();
@@ -125,7 +123,6 @@ class VirtualMemory final : public DeviceMemory {
   void allow_moves() override { fixed_ = false; }
   void leave_undefined() override { zeroes_ = false; }
   [[nodiscard]] Extents surplus() const override { return surplus_; }
-  void assume_private() override;
   // Descriptors that the keeper has as well.
   [[nodiscard]] std::uint64_t descriptors() const override { return number_ == 0 ? 0 : pieces_.size(); }
   [[nodiscard]] std::uint64_t descriptors_for(std::span<const Extent> spans) override;
