@@ -71,6 +71,22 @@ class Entry(NamedTuple):
         """Its attributes, as stat(2) or lstat(2)."""
         return os.stat(self.name, dir_fd=self.directory, follow_symlinks=self.follow)
 
+    @contextmanager
+    def filled(self) -> Iterator[tuple[int, str]]:
+        """The open directory that its copy takes space in, and its path: itself if it is one, else the one that has it.
+
+        The two may be on different file systems: the name may be a mountpoint.
+        """
+        try:
+            fd = os.open(self.name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.directory)
+        except OSError:
+            with self.as_directory().located() as located:
+                assert located.directory is not None
+                yield located.directory, os.path.dirname(located.path) or "."
+            return
+        with closed_after(fd):
+            yield fd, self.path
+
     def check_no_directory(self) -> None:
         """Raise OSError EISDIR for the name of a directory."""
         try:

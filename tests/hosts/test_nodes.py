@@ -251,6 +251,21 @@ def test_what_does_not_fit(mount: Mounter, host: Path, remote: tuple[str, ...]) 
     assert left(small.device) == []
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_the_root_of_a_mount_is_the_copy(mount: Mounter, host: Path, remote: tuple[str, ...], there: bool) -> None:
+    """Its own space counts, not that of the directory above it, and it is on a mount."""
+    small, tree = mount(memory=64 * MIB), host / "tree"
+    (tree / "gpu0").mkdir(parents=True)
+    words = ("-rT", tree, f"node:{small.path}") if there else ("-rT", f"node:{tree}", small.path)
+    with open(tree / "gpu0" / "file", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 65 * MIB)
+        assert "No space left on device: needs 65" in refused(*remote, *words)
+        assert left(small.device) == []
+        file.truncate(MIB)
+    gpufs("cp", *remote, *words)
+    assert left(small.device) == ["file"]
+
+
 def test_from_python(root: Path, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs use ssh and gpufs as they are found in PATH."""
     (tmp_path / "bin").mkdir()
