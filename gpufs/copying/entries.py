@@ -87,14 +87,16 @@ class Entry(NamedTuple):
         with closed_after(fd):
             yield fd, self.path
 
-    def check_no_directory(self) -> None:
-        """Raise OSError EISDIR for the name of a directory."""
+    def check_replaceable(self) -> None:
+        """Raise OSError for the name of anything but a file or a symbolic link: a file must not replace /dev/null."""
         try:
-            status = os.stat(self.name, dir_fd=self.directory, follow_symlinks=False)
+            mode = os.stat(self.name, dir_fd=self.directory, follow_symlinks=False).st_mode
         except FileNotFoundError:
             return
-        if stat.S_ISDIR(status.st_mode):
+        if stat.S_ISDIR(mode):
             raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file", self.path)
+        if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+            raise OSError(errno.EINVAL, "is a device, FIFO or socket, which a file does not replace", self.path)
 
     def check_file(self) -> None:
         """Raise OSError ENOTDIR for a name that only a directory can have."""

@@ -395,7 +395,7 @@ class Receiver:
             raise OSError(errno.EEXIST, "another source of this command is copied there")
         self._check_mount(entry, file.on_mount)
         mode = file.attributes.permissions & (0o700 if self.request.preserve else 0o777)
-        entry.check_no_directory()
+        entry.check_replaceable()
         assert entry.directory is not None
         new = NewFile.create(entry.directory, mode)
         try:

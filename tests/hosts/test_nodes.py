@@ -231,6 +231,17 @@ def test_existing_files(root: Path, host: Path, remote: tuple[str, ...]) -> None
     assert left(root) == ["a", "b"]
 
 
+def test_only_files_and_links_are_replaced(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    """A copy of root to node:/dev/null must not replace the device."""
+    (root / "file").write_bytes(b"words")
+    os.mkfifo(host / "special")
+    assert "is a device, FIFO or socket" in refused(*remote, root / "file", f"node:{host}/special")
+    assert (host / "special").is_fifo()
+    (host / "link").symlink_to("none")
+    gpufs("cp", *remote, root / "file", f"node:{host}/link")
+    assert (host / "link").read_bytes() == b"words"
+
+
 def test_holes_stay_holes(root: Path, host: Path, remote: tuple[str, ...]) -> None:
     with open(root / "sparse", "wb") as file:
         file.truncate(SIZE)

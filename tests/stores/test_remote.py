@@ -481,6 +481,13 @@ def test_partial_after_a_copy_that_had_started_again(root: Path, web: WebServer)
     assert left(root) == ["file"]
 
 
+def test_a_fifo_is_not_replaced(root: Path, web: WebServer) -> None:
+    web.files["/file"] = noise(5)
+    os.mkfifo(root / "file")
+    assert "is a device, FIFO or socket" in refused(f"{web.url}/file", root)
+    assert (root / "file").is_fifo()
+
+
 def test_two_copies_to_one_name(root: Path, web: WebServer) -> None:
     with start_held(web, root) as child:
         assert "another copy to this name is in progress" in refused(f"{web.url}/file", root)
