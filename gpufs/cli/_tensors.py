@@ -28,7 +28,7 @@ from gpufs.formats import FormatError
 from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error
 from gpufs.formats.elements import block_bytes, element_bits, unit_bytes
 from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType, Layout, TensorPlace, parse_shape
-from gpufs.formats.table import PREFIX_BYTES, Format, read_layout, recognize
+from gpufs.formats.table import PREFIX_BYTES, Format, read_layout, reason_against, recognize
 from gpufs.syscalls import closed_after, path_of
 
 REGISTERED: Final = "registered"  # the format of a directory of registered tensors
@@ -82,11 +82,15 @@ class Contents:
 
     def layout(self) -> Layout | None:
         """Return the tensors in the file, None if it is not a file of tensors. FormatError if its header is damaged."""
-        return read_layout(self.path, self.size, lambda offset, count: bytes(self.read(offset, count)))
+        return read_layout(self.path, self.size, self._bytes)
 
-    def kind(self) -> Format | None:
-        """Return the format of a file without tensors that gpufs reads."""
-        return recognize(bytes(self.read(0, min(PREFIX_BYTES, self.size))))
+    def kind(self) -> tuple[Format | None, str | None]:
+        """Return the format of a file without tensors that gpufs reads, and why it does not read them if that is known.
+
+        Both are None if they are not known.
+        """
+        kind = recognize(self._bytes(0, min(PREFIX_BYTES, self.size)))
+        return kind, None if kind is None else reason_against(kind, self.size, self._bytes)
 
     def registered_type(self) -> GivenType | None:
         """Return the type of its elements, if the program that registered it gave one that fits."""
@@ -111,6 +115,9 @@ class Contents:
                 raise OSError(EIO, f"has become shorter: {offset + done} of {self.size} bytes", self.path)
             done += step
         return block
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        return bytes(self.read(offset, count))
 
     def sha256(self) -> str:
         """Return the SHA-256 of the file, in hexadecimal."""
@@ -148,6 +155,7 @@ class TensorFiles:
         """Open the files. FormatError if a header or an index is damaged, or ``given`` does not fit; OSError."""
         self.path = path
         self.kind: Format | None = None  # of a file whose tensors are not known
+        self.reason: str | None = None  # why not, for a format that gpufs reads
         self.format: str | None = None  # its name, such as "safetensors" or "raw"; None: unknown
         self.metadata: dict[str, str] | None = None
         self.tensors: list[Tensor] = []  # in the order of the files and of their offsets
@@ -180,7 +188,7 @@ class TensorFiles:
             if layout is None and (registered := file.registered_type()) is not None:
                 layout, self.registered = registered.layout(file.size), True
             if layout is None:
-                self.kind = file.kind()
+                self.kind, self.reason = file.kind()
                 self.format = None if self.kind is None else self.kind.name
                 if places is not None:
                     raise FormatError("is not a safetensors file")

@@ -53,6 +53,9 @@ def command(first: str, second: str, dtype: str | None, shape: str | None, verbo
             opened.enter_context(reported(name, 2))
             pair.append(opened.enter_context(_opened(name, given)))
         ours, theirs = pair
+        for files in pair:
+            if files.reason is not None:
+                raise Failure(f"{files.path}: {files.reason}", 2)
         are_arrays = [files.format in ("npy", "raw") for files in pair]
         if not (ours.has_tensors and theirs.has_tensors) or len(set(are_arrays)) > 1:
             text = "neither both files of tensors nor both arrays: cmp compares their bytes, --dtype gives a type"

@@ -90,6 +90,8 @@ def command(
 
 
 def _without_stats(files: TensorFiles) -> str:
+    if files.reason is not None:
+        return f"--stats cannot read it: {files.reason}"
     if files.kind is not None:
         return f"--stats does not read the format {files.kind.name}: {files.kind.remedy}"
     return "--stats needs the type of the elements: give --dtype, and --shape if there is one"
@@ -139,6 +141,8 @@ def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[
         report["files"] = [file.path for file in files.files]
     else:
         report["first_bytes"] = first.read(0, min(_FIRST_BYTES, first.size)).hex()
+    if files.reason is not None:
+        report["reason"] = files.reason
     if digests:
         report["sha256"] = digests if several else digests[0]
     if files.has_tensors:
@@ -208,7 +212,7 @@ def _described(files: TensorFiles) -> str:
         (tensor,) = files.tensors
         return f"{'registered' if files.registered else 'raw'} {tensor.place.dtype} {shape_text(tensor.place)}"
     if not files.has_tensors:
-        return "data" if files.kind is None else f"{files.kind.name} ({files.kind.remedy})"
+        return "data" if files.kind is None else f"{files.kind.name} ({files.reason or files.kind.remedy})"
     shards = f", files: {len(files.files)}" if len(files.files) > 1 and files.format != REGISTERED else ""
     return f"{files.format}{shards}, tensors: {len(files.tensors)}"
 

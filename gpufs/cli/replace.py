@@ -5,7 +5,7 @@ import os
 import click
 
 from gpufs.cli._main import complete_files
-from gpufs.cli._output import Failure, bytes_text
+from gpufs.cli._output import Failure, bytes_text, printable
 from gpufs.client._replace import replace
 from gpufs.exceptions import text_of
 from gpufs.formats import FormatError
@@ -30,4 +30,4 @@ def command(new: str, file: str) -> None:
         raise Failure(f"{os.fsdecode(error.filename or file)}: {text_of(error)}") from None
     except FormatError as error:
         raise Failure(str(error)) from None
-    print(f"replaced: {file}, {bytes_text(os.stat(file).st_size)}")
+    print(f"replaced: {printable(file)}, {bytes_text(os.stat(file).st_size)}")

@@ -9,7 +9,7 @@ import click
 from gpufs import config, mounting
 from gpufs.cli import _mounts, _queries
 from gpufs.cli._options import complete_mounts, for_each_mount, timeout_option
-from gpufs.cli._output import Failure, complain
+from gpufs.cli._output import Failure, complain, printable
 
 _PAUSE = 0.02  # seconds between two questions to the mount
 
@@ -57,7 +57,8 @@ def _restart(path: str, timeout: float) -> None:
         (status,) = _queries.statuses([entry], lambda _: [], left)
         if status["state"] == "ok" and status["pid"] != former:
             seconds = time.monotonic() - began
-            print(f"{path}: process {status['pid']} serves the mount with version {status['version']}, {seconds:.1f} s")
+            text = f"process {status['pid']} serves the mount with version {status['version']}, {seconds:.1f} s"
+            print(f"{printable(path)}: {text}")
             return
         time.sleep(_PAUSE)
 

@@ -71,14 +71,32 @@ class Entry(NamedTuple):
         """Its attributes, as stat(2) or lstat(2)."""
         return os.stat(self.name, dir_fd=self.directory, follow_symlinks=self.follow)
 
-    def check_no_directory(self) -> None:
-        """Raise OSError EISDIR for the name of a directory."""
+    @contextmanager
+    def filled(self) -> Iterator[tuple[int, str]]:
+        """The open directory that its copy takes space in, and its path: itself if it is one, else the one that has it.
+
+        The two may be on different file systems: the name may be a mountpoint.
+        """
         try:
-            status = os.stat(self.name, dir_fd=self.directory, follow_symlinks=False)
+            fd = os.open(self.name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.directory)
+        except OSError:
+            with self.as_directory().located() as located:
+                assert located.directory is not None
+                yield located.directory, os.path.dirname(located.path) or "."
+            return
+        with closed_after(fd):
+            yield fd, self.path
+
+    def check_replaceable(self) -> None:
+        """Raise OSError for the name of anything but a file or a symbolic link: a file must not replace /dev/null."""
+        try:
+            mode = os.stat(self.name, dir_fd=self.directory, follow_symlinks=False).st_mode
         except FileNotFoundError:
             return
-        if stat.S_ISDIR(status.st_mode):
+        if stat.S_ISDIR(mode):
             raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file", self.path)
+        if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+            raise OSError(errno.EINVAL, "is a device, FIFO or socket, which a file does not replace", self.path)
 
     def check_file(self) -> None:
         """Raise OSError ENOTDIR for a name that only a directory can have."""

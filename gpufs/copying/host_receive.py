@@ -141,13 +141,11 @@ class Receiver:
     def _check_space(self, plan: Plan) -> None:
         self.sink.planned(plan.size)
         if not (self.request.no_clobber or self.request.update):  # else nobody knows what is skipped
-            directory = self.bases[0].directory
-            assert directory is not None
-            try:
-                self.context.check_space(directory, plan.data, self.cancel)
-            except OSError as error:
-                place = os.path.dirname(self.bases[0].path.rstrip("/")) or "."
-                raise OSError(error.errno, error.strerror, place) from None
+            with self.bases[0].filled() as (directory, place):
+                try:
+                    self.context.check_space(directory, plan.data, self.cancel)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, place) from None
 
     def _entry(self, source: int, name: bytes) -> Entry | None:
         """Return the destination of a name in the current directory, None if that could not be created."""
@@ -162,9 +160,9 @@ class Receiver:
 
     def _check_mount(self, entry: Entry, on_mount: bool) -> None:
         """Raise OSError if no side is on a mount."""
-        assert entry.directory is not None
-        if not on_mount and os.fstat(entry.directory).st_dev not in self._mounts:
-            raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, entry.path)
+        with entry.filled() as (directory, _):
+            if not on_mount and os.fstat(directory).st_dev not in self._mounts:
+                raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, entry.path)
 
     # ---- NIXL or the pipe ----
 
@@ -397,7 +395,7 @@ class Receiver:
             raise OSError(errno.EEXIST, "another source of this command is copied there")
         self._check_mount(entry, file.on_mount)
         mode = file.attributes.permissions & (0o700 if self.request.preserve else 0o777)
-        entry.check_no_directory()
+        entry.check_replaceable()
         assert entry.directory is not None
         new = NewFile.create(entry.directory, mode)
         try:

@@ -294,13 +294,13 @@ class TreeCopy(CopyThreads):
             held = _held_bytes(path)
             if held is None or not self._options.no_clobber:
                 needed += size - (held or 0) * replaces
+        place = base.path
         try:
-            with suppress(FileNotFoundError, NotADirectoryError), base.as_directory().located() as located:
-                assert located.directory is not None
-                self._copier.context.check_space(located.directory, needed, self._cancel)
+            with suppress(FileNotFoundError, NotADirectoryError), base.filled() as (directory, place):
+                self._copier.context.check_space(directory, needed, self._cancel)
         except OSError as error:
             if not self._cancel.cancelled:
-                self._report.failed("", os.path.dirname(base.path) or ".", error)
+                self._report.failed("", place, error)
             return False
         return True
 

@@ -64,7 +64,7 @@ class _Destination:
         self.kept = 0  # bytes that an earlier copy had stored
         if os.fstat(entry.directory).st_dev not in context.mounts():
             raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, file.url.shown, entry.path)
-        entry.check_no_directory()
+        entry.check_replaceable()
         self._new = NewFile.part_of(entry.directory, entry.name)
         self.fd = self._new.fd
         try:

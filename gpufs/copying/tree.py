@@ -285,8 +285,7 @@ def _on_a_mount(device: int, destination: Entry) -> bool:
     if device in mounts:
         return True
     try:
-        with destination.as_directory().located() as located:
-            assert located.directory is not None
-            return os.fstat(located.directory).st_dev in mounts
+        with destination.filled() as (directory, _):
+            return os.fstat(directory).st_dev in mounts
     except OSError:
         return True  # creating it will show what is wrong

@@ -107,6 +107,8 @@ def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Memb
     except FormatError as error:
         raise FormatError(f"the zip archive is too large: {error}") from None
     except (zipfile.BadZipFile, OSError, ValueError, OverflowError, UnicodeError, NotImplementedError) as error:
+        if not zipfile.is_zipfile(_ZipInput(size, read)):
+            raise FormatError("the zip archive has no directory at its end: the file is incomplete") from None
         raise FormatError(f"the zip archive is damaged: {error}") from None
     members: dict[str, Member] = {}
     for info in listed:
@@ -114,7 +116,8 @@ def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Memb
             continue
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             how = "encrypted" if info.flag_bits & 1 else "compressed"
-            raise FormatError(f"member {info.filename!r} is {how}, so its bytes are not in the file as they are")
+            text = f"member {info.filename!r} is {how}, so its bytes are not in the file as they are"
+            raise FormatError(f"{text}: numpy.load() reads compressed arrays")
         if info.filename in members:
             raise FormatError(f"member {info.filename!r} appears twice")
         header = read(info.header_offset, _LOCAL_HEADER_BYTES) if info.header_offset < size else b""

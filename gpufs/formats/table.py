@@ -73,6 +73,17 @@ def check_safetensors(prefix: bytes) -> None:
         raise FormatError(f"the format is {kind.name}, not safetensors: {kind.remedy}")
 
 
+def reason_against(kind: Format, size: int, read: Read) -> str | None:
+    """Return why read_layout() finds no tensors in an archive of torch or numpy; None for other formats."""
+    if kind not in (TORCH_SAVE, NPZ):
+        return None
+    try:
+        _read_archive(size, read)
+    except FormatError as error:
+        return str(error)
+    return None
+
+
 # ---- the layouts ----
 
 
@@ -114,16 +125,18 @@ def _npy_layout(size: int, read: Read) -> Layout:
 
 def _archive_layout(size: int, read: Read) -> Layout | None:
     try:
-        members = archives.read_members(size, read)
-        if archives.pickle_name(members) is not None:
-            places = [_place_of_stored(*item) for item in archives.named(archives.read_torch_archive(size, read))]
-            return Layout("torch.save", tuple(sorted(places, key=lambda place: place.offset)))
-        arrays, others = npy.read_npz(members, read)
+        return _read_archive(size, read)
     except FormatError:
-        return None
-    if members and not arrays:
-        return None
-    return Layout("npz", tuple(arrays), others or None)
+        return None  # reason_against() has the text
+
+
+def _read_archive(size: int, read: Read) -> Layout | None:
+    members = archives.read_members(size, read)
+    if archives.pickle_name(members) is not None:
+        places = [_place_of_stored(*item) for item in archives.named(archives.read_torch_archive(size, read))]
+        return Layout("torch.save", tuple(sorted(places, key=lambda place: place.offset)))
+    arrays, others = npy.read_npz(members, read)
+    return None if members and not arrays else Layout("npz", tuple(arrays), others or None)
 
 
 def _place_of_stored(name: str, tensor: archives.StoredTensor) -> TensorPlace:
@@ -159,22 +172,24 @@ GGUF: Final = Format(
     layout=_gguf_layout,
 )
 _UNPACK: Final = "unpack it first"
+TORCH_SAVE: Final = Format(
+    "torch.save",
+    "gpufs.torch.load(path) has its tensors in place, torch.load(path) reads it",
+    (archives.MAGIC,),
+    first_member=(b"/data.pkl", b"/byteorder", b"/.format_version"),
+    layout=_archive_layout,
+)
+NPZ: Final = Format(
+    "npz",
+    "gpufs.torch.load(path) has its arrays in place, numpy.load(path) reads it",
+    (archives.MAGIC,),
+    first_member=(b".npy",),
+    layout=_archive_layout,
+)
 # Zip archives. Their first member does not always show what they are, so all are read in the same way.
 ARCHIVES: Final = (
-    Format(
-        "torch.save",
-        "gpufs.torch.load(path) has its tensors in place, torch.load(path) reads it",
-        (archives.MAGIC,),
-        first_member=(b"/data.pkl", b"/byteorder", b"/.format_version"),
-        layout=_archive_layout,
-    ),
-    Format(
-        "npz",
-        "gpufs.torch.load(path) has its arrays in place, numpy.load(path) reads it",
-        (archives.MAGIC,),
-        first_member=(b".npy",),
-        layout=_archive_layout,
-    ),
+    TORCH_SAVE,
+    NPZ,
     Format("zip", "it has no members", (archives.EMPTY_MAGIC,), layout=_archive_layout),
     Format("zip", _UNPACK, (archives.MAGIC,), layout=_archive_layout),
 )

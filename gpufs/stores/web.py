@@ -6,11 +6,12 @@ import base64
 import errno
 import http.client
 import ssl
+import string
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from gpufs._version import __version__
 from gpufs.stores.errors import StoreError, certificate_failure, of_status
@@ -48,7 +49,9 @@ class WholeFile:
             urllib.request.HTTPErrorProcessor(),
         ):
             opener.add_handler(handler)
-        request = urllib.request.Request(url.without_user, headers={"User-Agent": f"gpufs/{__version__}"})
+        # Spaces and letters other than ASCII are encoded, as obstore does.
+        address = quote(url.without_user, safe=string.punctuation, errors="surrogateescape")
+        request = urllib.request.Request(address, headers={"User-Agent": f"gpufs/{__version__}"})
         for name, value in (headers or {}).items():
             request.add_unredirected_header(name, value)
         if (header := authorization(url)) is not None:

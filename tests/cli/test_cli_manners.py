@@ -130,7 +130,10 @@ def test_control_characters_in_names_are_escaped(tmp_path: Path) -> None:
     path.mkdir()
     gpufs("mount", path, "--driver", "host", "--memory", "64M")
     try:
-        for words in (("status",), ("status", path), ("df", path), ("stats", path)):
+        for name in ("new", "old"):
+            (path / "gpu0" / name).write_bytes(b"version")
+        replaced = ("replace", path / "gpu0" / "new", path / "gpu0" / "old")
+        for words in (("status",), ("status", path), ("df", path), ("stats", path), ("restart", path), replaced):
             said = gpufs(*words).stdout
             assert f"{tmp_path}/{SHOWN}" in said
             assert "\x1b" not in said

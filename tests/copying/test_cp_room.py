@@ -107,6 +107,27 @@ def test_a_disk_that_is_too_small(root: Path, small_disk: Path) -> None:
     gpufs_here("cp", root / "one", small_disk)
 
 
+def test_a_destination_that_is_a_mountpoint(small: GpufsMount, root: Path, host: Path, small_disk: Path) -> None:
+    """The space behind it counts, not that of the directory above it, which is on another file system."""
+    (root / "model").mkdir()
+    (root / "model" / "file").write_bytes(noise(20 * MIB))
+    refused("20.0 MiB", str(small_disk), "-rT", root / "model", small_disk)
+    assert os.listdir(small_disk) == []
+    larger = small_disk / "model"
+    larger.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", larger)
+    try:
+        gpufs_here("sync", root / "model", larger)
+        gpufs_here("cp", "-r", root / "model", small_disk)
+        assert_same((larger / "file").read_bytes(), noise(20 * MIB))
+    finally:
+        run("umount", larger)
+    (host / "tree" / "gpu0").mkdir(parents=True)
+    (host / "tree" / "gpu0" / "file").write_bytes(b"of a mount")
+    gpufs_here("cp", "-rT", host / "tree", small.path)
+    assert (small.device / "file").read_bytes() == b"of a mount"
+
+
 def test_the_root_of_a_mount_says_where_files_go(shared_mount: GpufsMount, host: Path) -> None:
     text = (shared_mount.path / "README").read_text()
     assert len(text) == (shared_mount.path / "README").stat().st_size

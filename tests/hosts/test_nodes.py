@@ -231,6 +231,17 @@ def test_existing_files(root: Path, host: Path, remote: tuple[str, ...]) -> None
     assert left(root) == ["a", "b"]
 
 
+def test_only_files_and_links_are_replaced(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    """A copy of root to node:/dev/null must not replace the device."""
+    (root / "file").write_bytes(b"words")
+    os.mkfifo(host / "special")
+    assert "is a device, FIFO or socket" in refused(*remote, root / "file", f"node:{host}/special")
+    assert (host / "special").is_fifo()
+    (host / "link").symlink_to("none")
+    gpufs("cp", *remote, root / "file", f"node:{host}/link")
+    assert (host / "link").read_bytes() == b"words"
+
+
 def test_holes_stay_holes(root: Path, host: Path, remote: tuple[str, ...]) -> None:
     with open(root / "sparse", "wb") as file:
         file.truncate(SIZE)
@@ -249,6 +260,21 @@ def test_what_does_not_fit(mount: Mounter, host: Path, remote: tuple[str, ...]) 
     text = refused(*remote, host / "large", f"node:{small.device}")
     assert text.startswith(f"gpufs cp: node:{small.device}: No space left on device: needs 65")
     assert left(small.device) == []
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_root_of_a_mount_is_the_copy(mount: Mounter, host: Path, remote: tuple[str, ...], there: bool) -> None:
+    """Its own space counts, not that of the directory above it, and it is on a mount."""
+    small, tree = mount(memory=64 * MIB), host / "tree"
+    (tree / "gpu0").mkdir(parents=True)
+    words = ("-rT", tree, f"node:{small.path}") if there else ("-rT", f"node:{tree}", small.path)
+    with open(tree / "gpu0" / "file", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 65 * MIB)
+        assert "No space left on device: needs 65" in refused(*remote, *words)
+        assert left(small.device) == []
+        file.truncate(MIB)
+    gpufs("cp", *remote, *words)
+    assert left(small.device) == ["file"]
 
 
 def test_from_python(root: Path, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

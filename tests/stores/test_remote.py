@@ -149,6 +149,14 @@ def test_a_server_that_knows_no_ranges(root: Path, web: WebServer) -> None:
     assert_same((root / "again").read_bytes(), noise(2 * PART + 3))
 
 
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_url_as_people_write_it(root: Path, web: WebServer, ranges: bool) -> None:
+    web.files["/a \u00fc%"] = noise(5)
+    web.ranges = ranges
+    gpufs("cp", f"{web.url}/a \u00fc%25", root)
+    assert (root / "a \u00fc%").read_bytes() == noise(5)
+
+
 @pytest.mark.parametrize("status", [403, 405])
 def test_a_url_that_is_signed_for_get(root: Path, web: WebServer, status: int) -> None:
     web.files["/file"] = noise(MIB)
@@ -479,6 +487,13 @@ def test_partial_after_a_copy_that_had_started_again(root: Path, web: WebServer)
     gpufs("cp", "--partial", f"{web.url}/file", root)
     assert_same((root / "file").read_bytes(), FOUR_PARTS)
     assert left(root) == ["file"]
+
+
+def test_a_fifo_is_not_replaced(root: Path, web: WebServer) -> None:
+    web.files["/file"] = noise(5)
+    os.mkfifo(root / "file")
+    assert "is a device, FIFO or socket" in refused(f"{web.url}/file", root)
+    assert (root / "file").is_fifo()
 
 
 def test_two_copies_to_one_name(root: Path, web: WebServer) -> None:

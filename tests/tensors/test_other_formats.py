@@ -320,6 +320,23 @@ def test_compressed_arrays_are_not_compared(root: Path) -> None:
     assert "numpy.load" in gpufs_command("inspect", "--stats", root / "one.npz", check=False).stderr
 
 
+def test_inspect_and_diff_say_what_an_archive_lacks(root: Path) -> None:
+    """They do not send the user to gpufs.torch.load(), which cannot use the file either."""
+    torch.save({"w": torch.ones(3), "options": {1, 2}}, root / "pickle.pt")
+    torch.save({"w": torch.ones(1000)}, root / "cut.pt")
+    os.truncate(root / "cut.pt", 2000)
+    np.savez_compressed(root / "compressed.npz", a=np.ones(3))
+    for name, text in (("pickle.pt", ".set"), ("cut.pt", "incomplete"), ("compressed.npz", "numpy.load() reads")):
+        path = root / name
+        assert text in json.loads(gpufs_command("inspect", "--json", path).stdout)["reason"]
+        lines = [gpufs_command("inspect", path).stdout]
+        for words in (("inspect", "--stats", path), ("diff", path, path)):
+            lines.append(gpufs_command(*words, check=False).stderr)
+        for line in lines:
+            assert text in line
+            assert "gpufs.torch.load" not in line
+
+
 @pytest.mark.parametrize(
     ("depth", "content"),
     [pytest.param(40, b"", id="containers"), pytest.param(20, TENSOR, id="names", marks=pytest.mark.slow)],
