@@ -57,7 +57,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         load_own = partial(super().load_model, *arguments)
         backend = getattr(model_config, "sleep_mode_backend", None)
         if self._settings.share and model_config.enable_sleep_mode and backend != "gpufs":
-            remedy = "add --sleep-mode-backend gpufs, and mount with --host-memory; or start "
+            remedy = "add --sleep-mode-backend gpufs (vLLM 0.33), and mount with --host-memory; or start "
             raise ValueError(SLEEP_REFUSED.format(option="--enable-sleep-mode", remedy=remedy))
         if self._settings.share and pieces is None:
             logger.warning("The engine loads weights of its own: this vLLM shares none (%s)", _MISSING)

@@ -23,7 +23,7 @@ def register() -> None:
 
 
 def _register_sleep() -> None:
-    """Add the backend for sleep mode, which vLLM has from 0.32 on."""
+    """Add the backend for sleep mode. vLLM 0.32 has the hook, and 0.33 the option that chooses it."""
     try:
         from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
     except ImportError:

@@ -89,5 +89,9 @@ def mounted(
     run(*command, env={**os.environ, **(environment or {})})
     try:
         yield Survivor(path)
+    except BaseException as error:
+        with suppress(OSError):
+            error.add_note(f"--- log\n{path.with_name('log').read_text(errors='replace')[-6000:]}")
+        raise
     finally:
         gpufs("umount", "--force", path)
