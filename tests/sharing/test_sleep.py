@@ -186,6 +186,22 @@ def test_a_model_that_sleeps_again_after_a_death_survives_the_next(driver: str) 
             array.close()
 
 
+def test_a_takeover_keeps_what_loses_its_name_while_it_sleeps(place: Survivor, file: Path) -> None:
+    """The next daemon took the references of leases that sleep for some of the kernel's, which had gone."""
+    other = file.with_name("other")
+    other.write_bytes(noise(SIZE))
+    arrays = [gpufs.attach(path, "r+") for path in (file, other)]
+    gpufs.sleep(arrays)
+    file.unlink()
+    other.unlink()
+    place.kill()
+    arrays.pop().close()
+    is_used(place, 0, 1)  # from now on the daemon has looked for what the kernel has forgotten
+    gpufs.wake(arrays)
+    assert arrays[0].tobytes() == noise(SIZE)
+    arrays.pop().close()
+
+
 def test_a_daemon_that_is_killed_while_files_move_loses_nothing(place: Survivor, file: Path) -> None:
     array = gpufs.attach(file, "r+")
     script = (

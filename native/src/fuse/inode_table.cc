@@ -175,16 +175,35 @@ void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
 
 Status InodeTable::hold(std::uint64_t ino) {
   const std::shared_ptr<Inode> inode = find(ino);
-  return inode && inode->hold() ? Status() : unknown_inode(ino);
+  if (!inode) return unknown_inode(ino);
+  const Inode::Writer writer(*inode);
+  if (writer->presence == Inode::Presence::kForgotten) return unknown_inode(ino);
+  ++writer->record.references;
+  ++writer->held;
+  return {};
+}
+
+bool InodeTable::release_hold(std::uint64_t ino) {
+  return drop_references(ino, [](Inode::State& state) {
+    state.held -= std::min<std::uint64_t>(state.held, 1);
+    state.record.references -= std::min<std::uint64_t>(state.record.references, 1);
+  });
 }
 
 bool InodeTable::forget(std::uint64_t ino, std::uint64_t count) {
+  return drop_references(ino, [count](Inode::State& state) {
+    std::uint64_t& references = state.record.references;
+    references -= std::min(count, references - std::min(state.held, references));
+  });
+}
+
+bool InodeTable::drop_references(std::uint64_t ino, const std::function<void(Inode::State&)>& drop) {
   std::shared_ptr<Inode> inode = find(ino);
   if (!inode) return false;
   Departure departure;
   {
     const Inode::Writer writer(*inode);
-    writer->record.references -= std::min(count, writer->record.references);
+    drop(*writer);
     departure = forget_if_unused(*inode, *writer);
   }
   remove(std::move(inode), departure);
@@ -684,7 +703,8 @@ std::vector<std::uint64_t> InodeTable::doubtful() const {
   for (const std::shared_ptr<Inode>& inode : all()) {
     const Inode::Reader reader(*inode);
     const bool is_known = reader->presence == Inode::Presence::kKnown;
-    if (reader->restored && reader->expected && is_known) found.push_back(inode->ino_);
+    const bool has_others = reader->record.references > reader->held;
+    if (reader->restored && reader->expected && is_known && has_others) found.push_back(inode->ino_);
   }
   return found;
 }
