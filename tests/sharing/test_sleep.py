@@ -314,6 +314,19 @@ def test_each_call_on_a_file_that_sleeps_does_what_it_does_on_others(place: Surv
     os.chown(file, NOBODY, NOBODY)
 
 
+def test_a_parked_file_is_copied_to_disk_from_where_it_is(place: Survivor, file: Path, tmp_path: Path) -> None:
+    """The copy failed with ENOSPC on a full device, and otherwise woke the file."""
+    command("sleep", file)
+    before = int(os.getxattr(file, "user.gpufs.bytes_read"))
+    filler = place.device / "filler"
+    filler.write_bytes(bytes(DEVICE - MIB))
+    copied = command("cp", file, tmp_path / "copy", check=False)
+    filler.unlink()
+    assert (copied.stderr, (tmp_path / "copy").read_bytes()) == ("", noise(SIZE))
+    assert parked(file)
+    assert int(os.getxattr(file, "user.gpufs.bytes_read")) - before == SIZE
+
+
 def test_a_small_file_stays_and_the_figures_are_what_has_happened(place: Survivor, file: Path) -> None:
     small = place.device / "small"
     small.write_bytes(b"small")
