@@ -261,6 +261,16 @@ def test_a_mount_without_host_memory_and_a_full_one_refuse_and_nothing_changes(
     filler.unlink()
 
 
+def test_of_a_file_that_does_not_fit_nothing_is_copied(mount: Mounter, driver: str) -> None:
+    """A full device copied as much as fitted, of each file that was too large, again and again."""
+    if driver == "hip":
+        pytest.skip("the HIP driver has no host memory for files")
+    with mount("--host-memory", str(80 * MIB), memory=160 * MIB) as made, open(made.device / "large", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 140 * MIB)
+        assert command("sleep", file.name, check=False).returncode == 1
+        assert made.moved("in", 1)["device_copy"]["bytes"] == 0
+
+
 # ---- the mount ----
 
 
@@ -518,6 +528,24 @@ def test_files_in_use_and_pinned_ones_stay_and_the_rest_is_a_full_device(evictin
     assert missing.value.errno == ENODATA
     array.close()
     gc.collect()
+
+
+def test_a_call_that_must_fail_parks_nothing(evicting: GpufsMount) -> None:
+    """Any user could send everybody's files away with one fallocate(1)."""
+    files = [evicting.device / f"model{number}" for number in range(2)]
+    for path in files:
+        path.write_bytes(noise(SIZE))
+    large = evicting.device / "large"
+    with open(large, "wb") as opened, open(files[0], "rb"):
+        for size in (DEVICE - 8 * MIB, 2 * DEVICE, 1 << 40):
+            assert errno_of(os.posix_fallocate, opened.fileno(), 0, size) == ENOSPC
+        assert not any(map(parked, files))
+        os.posix_fallocate(opened.fileno(), 0, 20 * MIB)
+        assert [parked(path) for path in files] == [False, True]
+        os.posix_fallocate(opened.fileno(), 0, 22 * MIB)  # only a part of it is missing
+    with open(large, "r+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, DEVICE)
+    assert all(map(parked, files))
 
 
 def test_models_in_turn_on_a_device_that_is_too_small_for_them(evicting: GpufsMount) -> None:

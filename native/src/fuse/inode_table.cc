@@ -304,7 +304,8 @@ void InodeTable::evict_when_full() {
   if (host_tier() == nullptr) return;
   for (const std::shared_ptr<DeviceContext>& device : devices_) {
     if (device->info().host_tier) continue;
-    device->releases().set_evictor([this, index = device->info().index] { return evict(index); });
+    device->releases().set_evictor(
+        [this, index = device->info().index](std::uint64_t needed) { return evict(index, needed); });
   }
   evicts_ = true;
 }
@@ -332,11 +333,15 @@ std::vector<std::shared_ptr<Inode>> InodeTable::idle_files(std::int32_t device) 
   return found;
 }
 
-bool InodeTable::evict(std::int32_t device) {
+bool InodeTable::evict(std::int32_t device, std::uint64_t needed) {
   const auto deadline = std::chrono::steady_clock::now() + kStayTimeout;
   for (;;) {
     auto soonest = deadline;
-    for (const std::shared_ptr<Inode>& inode : idle_files(device)) {
+    const std::vector<std::shared_ptr<Inode>> idle = idle_files(device);
+    // Else a call that must fail would first park the files of everybody.
+    const Result<MemoryInfo> memory = devices_[static_cast<std::size_t>(device)]->memory();
+    if (memory.ok() && memory.value().free_bytes + parkable_bytes(idle) < needed) return false;
+    for (const std::shared_ptr<Inode>& inode : idle) {
       const auto until = inode->buffer_->stays_until();
       if (until > std::chrono::steady_clock::now()) {
         soonest = std::min(soonest, until);
@@ -350,6 +355,15 @@ bool InodeTable::evict(std::int32_t device) {
     if (soonest >= deadline) return false;
     std::this_thread::sleep_until(soonest);  // those that came back a moment ago may go then
   }
+}
+
+std::uint64_t InodeTable::parkable_bytes(const std::vector<std::shared_ptr<Inode>>& files) const {
+  const std::shared_ptr<DeviceContext> host = host_tier();
+  const Result<MemoryInfo> memory = host->memory();
+  if (!memory.ok()) return 0;
+  std::uint64_t bytes = 0;
+  for (const std::shared_ptr<Inode>& inode : files) bytes += inode->buffer_->bytes_held();
+  return std::min(bytes, memory.value().free_bytes + host->releases().expected_bytes());
 }
 
 std::uint64_t InodeTable::evictable(std::int32_t device) {

@@ -191,7 +191,10 @@ class InodeTable {
   void free_parked(std::shared_ptr<Buffer> parked);
   // Files on a device that nobody uses, the one first that was used the longest time ago.
   [[nodiscard]] std::vector<std::shared_ptr<Inode>> idle_files(std::int32_t device) const;
-  bool evict(std::int32_t device);
+  // How much of them the host tier has space for.
+  [[nodiscard]] std::uint64_t parkable_bytes(const std::vector<std::shared_ptr<Inode>>& files) const;
+  // Parks a file, if all of them together make space for so many bytes.
+  bool evict(std::int32_t device, std::uint64_t needed);
   // The parts of an inode's record, and what becomes of them.
   struct Restored {
     InodeRecord record;
