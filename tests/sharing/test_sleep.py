@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from errno import EAGAIN, ENODATA, ENOENT, ENOSPC, EOPNOTSUPP, EPERM
 from pathlib import Path
 from typing import Any
@@ -434,6 +435,30 @@ def test_a_shell_names_the_programs_that_it_cannot_ask_and_asks_the_others(place
         listener.stdin.write("\n")
         listener.stdin.flush()
         assert listener.stdout.readline() == "True\n"
+
+
+def test_requests_that_wait_for_programs_let_them_go_to_sleep(place: Survivor, file: Path) -> None:
+    """A few of them took all turns of a plain user, so that no program of that user could go to sleep."""
+    script = "import gpufs, sys, time\narrays = [gpufs.attach(path, 'r+') for path in sys.argv[1:]]\n"
+    script += "gpufs.when_asked(sleep=lambda path: (time.sleep(0.3), gpufs.sleep(path)))\nprint('ready', flush=True)\n"
+    files = [file.with_name(f"file{number}") for number in range(6)]
+    for path in files:
+        path.write_bytes(noise(2 * MIB))
+        os.chown(path, NOBODY, NOBODY)
+
+    def park(path: Path) -> int:
+        return errno_of(_daemons.park, os.fspath(path), 5.0)
+
+    def park_others() -> list[int]:
+        with ThreadPoolExecutor(5) as threads:
+            return list(threads.map(park, files[1:]))
+
+    with program(script + "sys.stdin.read()\n", *files, user=NOBODY, group=NOBODY, extra_groups=[]):
+        wait_until(lambda: park(files[0]) == 0, PATIENCE, "the program to listen")
+        assert as_nobody(park_others) == [0] * 5
+        assert all(map(parked, files))
+    for path in files:
+        path.unlink()
 
 
 @pytest.mark.parametrize("follows", [True, False])
