@@ -400,7 +400,7 @@ class Receiver:
         new = NewFile.create(entry.directory, mode)
         try:
             if not self.request.preserve:
-                new.keep_owner_and_mode_of(entry.name)
+                new.keep_attributes_of(entry.name)
             self.context.check_space(new.fd, file.data, self.cancel)
             if file.data and file.data >= file.size:
                 os.posix_fallocate(new.fd, 0, file.size)  # its memory is certain before the first byte arrives
