@@ -487,7 +487,8 @@ def test_a_whole_mount_sleeps_and_the_hosts_files_stay(mount: Mounter, driver: s
     with mount("--host-memory", str(DEVICE), "--backing", f"data={tmp_path}", memory=DEVICE) as made:
         path = made.device / "weights"
         path.write_bytes(noise(SIZE))
-        command("sleep", made.path)
+        (made.path / "host0" / "other").write_bytes(noise(SIZE))
+        assert "unchanged: 1 in memory of the host" in command("sleep", made.path).stdout
         assert parked(path)
         command("wake", made.path)
         assert not parked(path)
