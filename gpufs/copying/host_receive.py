@@ -143,7 +143,8 @@ class Receiver:
         if not (self.request.no_clobber or self.request.update):  # else nobody knows what is skipped
             with self.bases[0].filled() as (directory, place):
                 try:
-                    self.context.check_space(directory, plan.data, self.cancel)
+                    # Each file is checked again, when its size is known.
+                    self.context.check_space(directory, plan.data, self.cancel, largest=0)
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, place) from None
 

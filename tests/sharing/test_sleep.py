@@ -556,6 +556,22 @@ def test_files_in_use_and_pinned_ones_stay_and_the_rest_is_a_full_device(evictin
     gc.collect()
 
 
+def test_more_than_a_device_has_is_copied_saved_and_restored(evicting: GpufsMount, tmp_path: Path) -> None:
+    """cp(1) could store it, gpufs cp refused, and a save of it could not be restored."""
+    (tmp_path / "models").mkdir()
+    for number in range(5):
+        (tmp_path / "models" / f"model{number}").write_bytes(noise(SIZE + number))
+    command("cp", "-r", "-j", "2", tmp_path / "models", evicting.device)
+    command("save", evicting.path, tmp_path / "save")
+    shutil.rmtree(evicting.device / "models")
+    command("restore", "-j", "2", tmp_path / "save", evicting.path)
+    for number in range(5):
+        assert (evicting.device / "models" / f"model{number}").read_bytes() == noise(SIZE + number)
+    (tmp_path / "models" / "model5").write_bytes(bytes(DEVICE + MIB))
+    refused = command("cp", "-r", tmp_path / "models", evicting.device / "again", check=False)
+    assert "No space left on device: needs" in refused.stderr
+
+
 def test_a_call_that_must_fail_parks_nothing(evicting: GpufsMount) -> None:
     """Any user could send everybody's files away with one fallocate(1)."""
     files = [evicting.device / f"model{number}" for number in range(2)]
