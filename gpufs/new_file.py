@@ -7,12 +7,15 @@ import fcntl
 import os
 import stat
 from contextlib import suppress
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from gpufs.syscalls import closed_after, path_of
 
 PREFIX: Final = ".gpufs-part-"
-PERMISSIONS: Final = 0o777
+PINNED: Final = "user.gpufs-pinned"  # an extended attribute: a full device does not park the file
+
+_PERMISSIONS: Final = 0o777
+_ACCESS_LIST: Final = "system.posix_acl_access"
 _NO_TMPFILE: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
 
 
@@ -31,14 +34,59 @@ def has_name(fd: int, name: str, directory: int | None) -> bool:
     return os.path.samestat(status, os.fstat(fd))
 
 
-def take_owner_and_mode(fd: int, old: os.stat_result) -> None:
-    """Give an open file the permissions of another one, and its owner, where this user may. OSError of fchmod(2)."""
-    new = os.fstat(fd)
-    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
-        with suppress(OSError):  # only root may, and the owner's limit may be reached
-            os.fchown(fd, old.st_uid, old.st_gid)
-    if (new.st_mode ^ old.st_mode) & PERMISSIONS:
-        os.fchmod(fd, old.st_mode & PERMISSIONS)
+class Attributes(NamedTuple):
+    """What a file keeps when a new version takes its place. ``xattrs``: without those that it does not have."""
+
+    status: os.stat_result
+    xattrs: dict[str, bytes]
+
+    @classmethod
+    def of(cls, target: int | str) -> Self:
+        """Return those of an open file or of a name, of which no link is followed."""
+        follow = isinstance(target, int)
+        status = os.stat(target, follow_symlinks=follow)
+        xattrs = {}
+        for name in (_ACCESS_LIST, PINNED):
+            try:
+                xattrs[name] = os.getxattr(target, name, follow_symlinks=follow)
+            except OSError as error:
+                if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP, errno.EACCES):
+                    raise
+        return cls(status, xattrs)
+
+    def give_to(self, fd: int) -> None:
+        """Give them to an open file, the owner where this user may. A pin that it has stays.
+
+        OSError of fchmod(2) and fsetxattr(2).
+        """
+        old, new = self.status, Attributes.of(fd)
+        if (new.status.st_uid, new.status.st_gid) != (old.st_uid, old.st_gid):
+            with suppress(OSError):  # only root may, and the owner's limit may be reached
+                os.fchown(fd, old.st_uid, old.st_gid)
+        # Before the mode, in which the bits of the group are the mask of a list: alone they are rights of the group.
+        for name, value in {_ACCESS_LIST: None, **self.xattrs}.items():
+            if value != new.xattrs.get(name):
+                _set_xattr(fd, name, value)
+        if (os.fstat(fd).st_mode ^ old.st_mode) & _PERMISSIONS:
+            os.fchmod(fd, old.st_mode & _PERMISSIONS)
+
+    def restore(self, fd: int) -> None:
+        """Undo give_to() on the file that they are of, as far as possible."""
+        for name in (_ACCESS_LIST, PINNED):
+            with suppress(OSError):
+                _set_xattr(fd, name, self.xattrs.get(name))
+        with suppress(OSError):
+            os.fchmod(fd, self.status.st_mode & _PERMISSIONS)
+        with suppress(OSError):
+            os.fchown(fd, self.status.st_uid, self.status.st_gid)
+
+
+def _set_xattr(fd: int, name: str, value: bytes | None) -> None:
+    """Set or remove an extended attribute of an open file."""
+    if value is None:
+        os.removexattr(fd, name)
+    else:
+        os.setxattr(fd, name, value)
 
 
 def remove_name(fd: int, name: str, directory: int | None) -> bool:
@@ -108,14 +156,14 @@ class NewFile:
             raise
         return cls(directory, fd, temporary, is_named=True)
 
-    def keep_owner_and_mode_of(self, name: str) -> None:
-        """Take the owner, where this user may, and the mode of the file that this one will replace, if there is one."""
+    def keep_attributes_of(self, name: str) -> None:
+        """Take what the file that this one will replace has, if there is one: see Attributes."""
         try:
-            status = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+            attributes = Attributes.of(f"{path_of(self._directory)}/{name}")
         except FileNotFoundError:
             return
-        if stat.S_ISREG(status.st_mode):
-            take_owner_and_mode(self.fd, status)
+        if stat.S_ISREG(attributes.status.st_mode):
+            attributes.give_to(self.fd)
 
     def complete(self, name: str, *, replace: bool = True) -> None:
         """Give it its name in one step, in place of a file that has it. Without ``replace``: FileExistsError then."""

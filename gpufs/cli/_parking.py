@@ -10,8 +10,6 @@ from gpufs import mounting
 from gpufs.cli._files import files_of
 from gpufs.cli._output import Failure, bytes_text, complain
 
-PINNED: Final = "user.gpufs-pinned"  # an extended attribute: a full device does not park the file
-
 _BLOCK: Final = 512  # unit of st_blocks
 
 

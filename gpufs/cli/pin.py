@@ -5,7 +5,8 @@ import os
 import click
 
 from gpufs.cli._main import complete_files
-from gpufs.cli._parking import PINNED, each_file, held_bytes
+from gpufs.cli._parking import each_file, held_bytes
+from gpufs.new_file import PINNED
 
 
 @click.command(name="pin")

@@ -18,8 +18,8 @@ def command(new: str, file: str) -> None:
     """Give the name of FILE to NEW, a complete new version of it on the same device, in one step.
 
     Both must have the same layout: the same size, and for files whose tensors gpufs finds (safetensors, GGUF, npy, npz,
-    torch.save) the same names, types, shapes and offsets. Metadata may differ. NEW gets FILE's mode, and its owner if
-    you may set that.
+    torch.save) the same names, types, shapes and offsets. Metadata may differ. NEW gets FILE's mode, access
+    control list and pin, and its owner if you may set that.
 
     Programs that follow FILE (gpufs.torch.follow(), gpufs.follow()) take over NEW at their next safe point, at the same
     addresses. Others keep the memory of the old version until they end or release it.

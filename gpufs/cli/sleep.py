@@ -1,5 +1,6 @@
 """gpufs sleep: files leave their devices for the host's memory."""
 
+import errno
 import os
 from typing import Final
 
@@ -22,7 +23,7 @@ def command(paths: tuple[str, ...], timeout: float) -> None:
 
     Names, contents and owners stay the same. A directory stands for all files below it. The files come back with `gpufs
     wake`, and when a program opens them to write, attaches them or wakes; reading them leaves them where they are.
-    Files smaller than 2 MiB stay on their device.
+    Files smaller than 2 MiB stay on their device, and files in host0 and registered memory stay where they are.
 
     Programs that use a file in place are asked to release it, if they have called gpufs.when_asked(). The others, and
     those that do not do it in time, are named, and the file stays. Only the file's owner, root and the user who mounted
@@ -31,7 +32,12 @@ def command(paths: tuple[str, ...], timeout: float) -> None:
 
     def sleep(path: str, status: os.stat_result) -> int | str:
         before = parked_bytes(path)
-        park(path, timeout)
+        try:
+            park(path, timeout)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return "in memory of the host or a program"
+            raise
         after = parked_bytes(path)
         if before:
             return "asleep before"

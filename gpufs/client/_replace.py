@@ -14,7 +14,7 @@ from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.exceptions import NotOnMount, failure_of_mount, text_of
 from gpufs.formats.versions import FileLayout
-from gpufs.new_file import PERMISSIONS, has_name, take_owner_and_mode, temporary_name
+from gpufs.new_file import Attributes, has_name, temporary_name
 from gpufs.syscalls import path_of, renameat2
 
 _NOREPLACE: Final = 1  # of renameat2(2)
@@ -30,8 +30,8 @@ def replace(new: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     Parameters
     ----------
     new
-        The complete new version. It loses this name, and gets the owner, where this user may set that, and the mode of
-        the old one.
+        The complete new version. It loses this name, and gets the owner, where this user may set that, the mode, the
+        access control list and the pin (`gpufs pin`) of the old one.
     path
         The file that it replaces. Both are on one device of one mount. Their sizes are equal; and for files whose
         tensors gpufs finds (safetensors, GGUF, npy, npz, torch.save), names, types, shapes and offsets of all tensors.
@@ -112,17 +112,14 @@ def _open(path: str, opened: ExitStack) -> _Opened:
 
 
 def _rename(new: _Opened, old: _Opened) -> None:
-    """Rename the new version over the old one, with the owner and the mode of that."""
-    before = os.fstat(new.fd)
+    """Rename the new version over the old one, with the attributes of that."""
+    before = Attributes.of(new.fd)
     try:
         # By the descriptor: by now another user may have put a link to any file at the name.
-        take_owner_and_mode(new.fd, os.fstat(old.fd))
+        Attributes.of(old.fd).give_to(new.fd)
         _move(new, old)
     except OSError:
-        with suppress(OSError):
-            os.fchmod(new.fd, before.st_mode & PERMISSIONS)
-        with suppress(OSError):
-            os.fchown(new.fd, before.st_uid, before.st_gid)
+        before.restore(new.fd)
         raise
 
 

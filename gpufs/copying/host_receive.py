@@ -143,7 +143,8 @@ class Receiver:
         if not (self.request.no_clobber or self.request.update):  # else nobody knows what is skipped
             with self.bases[0].filled() as (directory, place):
                 try:
-                    self.context.check_space(directory, plan.data, self.cancel)
+                    # Each file is checked again, when its size is known.
+                    self.context.check_space(directory, plan.data, self.cancel, largest=0)
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, place) from None
 
@@ -400,7 +401,7 @@ class Receiver:
         new = NewFile.create(entry.directory, mode)
         try:
             if not self.request.preserve:
-                new.keep_owner_and_mode_of(entry.name)
+                new.keep_attributes_of(entry.name)
             self.context.check_space(new.fd, file.data, self.cancel)
             if file.data and file.data >= file.size:
                 os.posix_fallocate(new.fd, 0, file.size)  # its memory is certain before the first byte arrives

@@ -47,12 +47,12 @@ class CopyContext:
         """Return the mounts of this machine, by the st_dev of their files."""
         return self._mounts.by_device()
 
-    def check_space(self, fd: int, needed: int, cancel: Cancellation | None) -> None:
+    def check_space(self, fd: int, needed: int, cancel: Cancellation | None, *, largest: int | None = None) -> None:
         """Raise OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
 
-        Waits for the memory of files on a mount that have just been removed.
+        Waits for the memory of files on a mount that have just been removed. ``largest``: as of SpaceCheck.check().
         """
-        self.space.check(fd, needed, self.mounts().get(os.fstat(fd).st_dev, []), cancel)
+        self.space.check(fd, needed, self.mounts().get(os.fstat(fd).st_dev, []), cancel, largest=largest)
 
     def close(self) -> None:
         """End the connections."""

@@ -297,7 +297,8 @@ class TreeCopy(CopyThreads):
         place = base.path
         try:
             with suppress(FileNotFoundError, NotADirectoryError), base.filled() as (directory, place):
-                self._copier.context.check_space(directory, needed, self._cancel)
+                largest = max(sizes.values()) if len(sizes) > 1 else None
+                self._copier.context.check_space(directory, needed, self._cancel, largest=largest)
         except OSError as error:
             if not self._cancel.cancelled:
                 self._report.failed("", place, error)

@@ -213,7 +213,7 @@ class Restore(SavedFiles):
 
     def _can_be_restored(self) -> bool:
         """Return whether nothing is missing, nothing in the way, and space for all; report if not."""
-        found, in_the_way, needed = 0, 0, Counter[str]()
+        found, in_the_way, needed, largest = 0, 0, Counter[str](), Counter[str]()
         for path, record in self.records():
             if self.cancel.cancelled:
                 return False
@@ -227,7 +227,9 @@ class Restore(SavedFiles):
                 self._check_link(path, record)
             if isinstance(record, File):
                 with self.opened(record) as file:
-                    needed[first if self._is_root else ""] += data_bytes(file.status, record.size)
+                    device, size = first if self._is_root else "", data_bytes(file.status, record.size)
+                    needed[device] += size
+                    largest[device] = max(largest[device], size)
             if self._is_in_the_way(path, is_directory=isinstance(record, Directory)):
                 in_the_way += 1
                 if in_the_way <= _MOST_NAMES:
@@ -240,7 +242,7 @@ class Restore(SavedFiles):
             raise OSError(
                 errno.ENOENT, "is not a directory of the save", os.path.join(self.manifest.path, TREE, self.part)
             )
-        return not in_the_way and self._fits(needed)
+        return not in_the_way and self._fits(needed, largest)
 
     def _remedy(self, first: str) -> str:
         if self._is_whole_mount():
@@ -286,11 +288,11 @@ class Restore(SavedFiles):
             return not stat.S_ISDIR(status.st_mode)
         return stat.S_ISDIR(status.st_mode) or not self.overwrite
 
-    def _fits(self, needed: Counter[str]) -> bool:
+    def _fits(self, needed: Counter[str], largest: Counter[str]) -> bool:
         for first, size in needed.items():
             directory = _open_below(self._base, first)
             try:
-                self.context.check_space(directory, size, self.cancel)
+                self.context.check_space(directory, size, self.cancel, largest=largest[first])
             except OSError as error:
                 self.report.failed("", self._end(first), error)
                 return False

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from gpufs.client._cancellation import Cancellation
+from gpufs.client._daemons import control_file
 from gpufs.mounting import MountEntry, place_of
 from gpufs.units import bytes_text
 
@@ -27,13 +28,24 @@ class SpaceCheck:
     def __init__(self) -> None:
         self._seconds_left = _WAIT_SECONDS
 
-    def check(self, fd: int, needed: int, mounts: Sequence[MountEntry], cancel: Cancellation | None) -> None:
+    def check(
+        self,
+        fd: int,
+        needed: int,
+        mounts: Sequence[MountEntry],
+        cancel: Cancellation | None,
+        *,
+        largest: int | None = None,
+    ) -> None:
         """OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
 
         Waits for the memory of files that have just been removed. ``mounts``: the mounts of gpufs with this st_dev.
+        ``largest``: of several files, the bytes of the largest one: a full device may park the others.
         """
         waited = False
         while text := shortage(fd, needed, mounts):
+            if largest is not None and not shortage(fd, largest, mounts) and needed <= _free_with_parking(fd, mounts):
+                return
             if self._seconds_left <= 0 or not mounts or _exceeds_all(fd, needed):
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
             if cancel is not None and cancel.cancelled:
@@ -70,6 +82,26 @@ def shortage(fd: int, needed: int, mounts: Sequence[MountEntry]) -> str:
     if texts[0] == texts[1]:
         texts = [f"{needed} bytes", f"{free} bytes"]
     return f"needs {texts[0]}, {texts[1]} free{f' on {place}' if place else ''}"
+
+
+def _free_with_parking(fd: int, mounts: Sequence[MountEntry]) -> int:
+    """What several files can take together on a device that parks files when it is full (--evict); else 0."""
+    place = place_of(fd, mounts)
+    root = next((entry for entry in mounts if entry.root == "/"), None)
+    if root is None:
+        return 0
+    try:
+        status = control_file(root, "status")
+    except OSError:
+        return 0
+    devices = {device["name"]: device for device in status["devices"]}
+    space = os.fstatvfs(fd)
+    # A limit of a directory is not the device's memory.
+    if place not in devices or space.f_blocks * space.f_frsize < devices[place]["total_bytes"]:
+        return 0
+    if not status["knobs"].get("evict"):
+        return 0
+    return int(devices[place]["free_bytes"] + devices["host0"]["free_bytes"])
 
 
 def _exceeds_all(fd: int, needed: int) -> bool:

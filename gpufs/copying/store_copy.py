@@ -90,6 +90,7 @@ class _Destination:
     def complete(self) -> None:
         """Give the file its name."""
         self.parts.end()
+        self._new.keep_attributes_of(self.entry.name)
         self._new.complete(self.entry.name)
 
     def discard(self, *, keep: bool) -> str:

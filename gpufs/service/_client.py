@@ -212,7 +212,7 @@ class ClientConnection:
             case Unregister():
                 await self._change(message, scope, self._registrations.remove(message.id))
             case Park():
-                await self._change(message, scope, self._parking.park(self._channel, scope.descriptors, message.wait))
+                nursery.start_soon(self._park, message, scope)
             case BringBack():
                 await self._change(message, scope, self._parking.bring_back(self._channel, scope.descriptors))
             case Listen():
@@ -228,6 +228,10 @@ class ClientConnection:
                 raise ProtocolError("a second hello")
             case _:
                 raise AssertionError(f"nothing serves {type(message).__name__}")
+
+    async def _park(self, message: Park, scope: RequestScope) -> None:
+        async with self._channel.user.waits:
+            await self._change(message, scope, self._parking.park(self._channel, scope.descriptors, message.wait))
 
     async def _change(self, request: Request | KeptRequest, scope: RequestScope, work: Awaitable[None]) -> None:
         """Do the work of a request and answer it with Done."""

@@ -452,9 +452,9 @@ def _open_again(mount: Mount, lease: KeptLease, label: str) -> Lease | None:
 
 
 def _is_kept(mount: Mount, lease: KeptLease, label: str) -> bool:
-    """Whether the file of a lease that sleeps is there. The former daemon's reference to it goes on."""
+    """Whether the file of a lease that sleeps is there. Keeps it."""
     try:
-        mount.inode_get(lease.ino)
+        mount.inode_hold(lease.ino)
     except OSError as failure:
         log.error("the lease of %s on %s, which slept, is lost: %s", label, lease.path, failure)
         return False

@@ -94,6 +94,9 @@ class User:
         Requests that the loop works on at a time; the others wait, so that they do not delay other users.
     threads
         Threads that the files of this user's copies may block.
+    waits
+        Requests to park files that wait for programs of the user, each in turn. They hold no turn of the above: these
+        programs need turns to go to sleep.
     calls
         Threads for what is about the mount's own files and memory.
     closers
@@ -109,6 +112,7 @@ class User:
     def __init__(self, uid: int, limits: Limits) -> None:
         shares = _PRIVILEGED_SHARES if trusted(uid) else 1
         self.turns = trio.CapacityLimiter(limits.turns * shares)
+        self.waits = trio.CapacityLimiter(limits.turns * shares)
         self.threads = trio.CapacityLimiter(limits.threads_per_user * shares)
         self.calls = trio.CapacityLimiter(limits.turns * shares)
         self.ends = trio.CapacityLimiter(limits.ends_per_user)

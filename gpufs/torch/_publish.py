@@ -79,8 +79,8 @@ def publish(
         Of a module, all parameters and buffers, also those that are not persistent. Tensors on other devices are
         copied. Tied tensors are written once.
     path : path
-        The file, on a mount of gpufs. A file that it replaces passes on its mode, and its owner where this user may set
-        that.
+        The file, on a mount of gpufs. A file that it replaces passes on its mode, access control list and pin (`gpufs
+        pin`), and its owner where this user may set that.
     metadata : mapping of str to str, optional
         More entries for the metadata of the file.
     buffers : bool

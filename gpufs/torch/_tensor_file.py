@@ -86,7 +86,7 @@ class TensorFile:
     def take_name(self, path: Path | None = None) -> None:
         """Put the file in the place of the one with this name, its own by default, in its directory."""
         name = (path or self._path).name
-        self._new.keep_owner_and_mode_of(name)
+        self._new.keep_attributes_of(name)
         self._new.complete(name)
 
     def __exit__(self, *_: object) -> None:

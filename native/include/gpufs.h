@@ -406,7 +406,8 @@ gpufs_status gpufs_name_path(gpufs_handle mount, uint64_t ino, const char** path
 /* Removes all names of a file, and queues notifications of the kernel. ENOENT if unknown. */
 gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino);
 
-/* References keep an inode that has no names, as the kernel's do. ENOENT if unknown. */
+/* References keep an inode that has no names, as the kernel's do. They end with the process, also if another one goes
+ * on with the mount. ENOENT if unknown. */
 gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_release(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes);

@@ -50,6 +50,20 @@ TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   EXPECT_EQ(table.counts().orphans, 0U);
 }
 
+TEST_F(InodeTableTest, TheKernelForgetsItsOwnReferencesAlone) {
+  ASSERT_TRUE(table.add({.attributes = file_attributes(2), .references = 2}).ok());
+  ASSERT_TRUE(table.hold(2).ok());
+  ASSERT_TRUE(table.hold(2).ok());
+  (void)table.set_links(table.find(2), 0);
+  ASSERT_TRUE(table.forget(2, UINT64_MAX));
+  ASSERT_TRUE(table.release_hold(2));
+  ASSERT_NE(table.find(2), nullptr);
+  ASSERT_TRUE(table.release_hold(2));
+  EXPECT_EQ(table.find(2), nullptr);
+  EXPECT_FALSE(table.release_hold(2));
+  EXPECT_FALSE(table.hold(2).ok());
+}
+
 TEST_F(InodeTableTest, ManyThreads) {
   std::vector<std::thread> threads;
   for (unsigned t = 0; t < 4; ++t) {

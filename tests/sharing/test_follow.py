@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
@@ -354,6 +355,36 @@ def test_a_new_version_keeps_owner_and_mode_and_wrong_files_are_refused(
         assert errno_of(gpufs.replace, other, file) == EXDEV
         other.unlink()
     assert file.read_bytes() == b"new"
+
+
+@pytest.mark.skipif(shutil.which("setfacl") is None, reason="needs the package acl")
+def test_a_new_version_keeps_access_list_and_pin(place: Survivor) -> None:
+    """The mask of the list became rights of the group, and a full device parked the new version of a pinned file."""
+    first, new = place.device / "first", place.device / "new"
+    first.write_bytes(b"1")
+    first.chmod(0o600)
+    subprocess.run(["setfacl", "-m", f"u:{NOBODY}:rw", first], check=True)
+    command("pin", first)
+
+    def attributes() -> dict[str, bytes]:
+        return {name: os.getxattr(first, name) for name in os.listxattr(first)}
+
+    kept = attributes()
+    assert len(kept) == 2
+    new.write_bytes(b"2")
+    command("replace", new, first)
+    assert (first.read_bytes(), attributes()) == (b"2", kept)
+    # A file without a list does not get the one that its directory gives to new files.
+    second = place.device / "second"
+    second.write_bytes(b"1")
+    second.chmod(0o640)
+    subprocess.run(["setfacl", "-d", "-m", f"u:{NOBODY}:rw", place.device], check=True)
+    new.write_bytes(b"2")
+    subprocess.run(["setfacl", "-k", place.device], check=True)
+    command("replace", new, second)
+    assert (os.listxattr(second), second.stat().st_mode & 0o777) == ([], 0o640)
+    first.unlink()
+    second.unlink()
 
 
 @pytest.mark.parametrize("swapped", ["before the owner changes", "before the rename"])

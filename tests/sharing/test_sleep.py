@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from errno import EAGAIN, ENODATA, ENOENT, ENOSPC, EOPNOTSUPP, EPERM
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,22 @@ def test_a_model_that_sleeps_again_after_a_death_survives_the_next(driver: str) 
             array.close()
 
 
+def test_a_takeover_keeps_what_loses_its_name_while_it_sleeps(place: Survivor, file: Path) -> None:
+    """The next daemon took the references of leases that sleep for some of the kernel's, which had gone."""
+    other = file.with_name("other")
+    other.write_bytes(noise(SIZE))
+    arrays = [gpufs.attach(path, "r+") for path in (file, other)]
+    gpufs.sleep(arrays)
+    file.unlink()
+    other.unlink()
+    place.kill()
+    arrays.pop().close()
+    is_used(place, 0, 1)  # from now on the daemon has looked for what the kernel has forgotten
+    gpufs.wake(arrays)
+    assert arrays[0].tobytes() == noise(SIZE)
+    arrays.pop().close()
+
+
 def test_a_daemon_that_is_killed_while_files_move_loses_nothing(place: Survivor, file: Path) -> None:
     array = gpufs.attach(file, "r+")
     script = (
@@ -245,6 +262,16 @@ def test_a_mount_without_host_memory_and_a_full_one_refuse_and_nothing_changes(
     filler.unlink()
 
 
+def test_of_a_file_that_does_not_fit_nothing_is_copied(mount: Mounter, driver: str) -> None:
+    """A full device copied as much as fitted, of each file that was too large, again and again."""
+    if driver == "hip":
+        pytest.skip("the HIP driver has no host memory for files")
+    with mount("--host-memory", str(80 * MIB), memory=160 * MIB) as made, open(made.device / "large", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 140 * MIB)
+        assert command("sleep", file.name, check=False).returncode == 1
+        assert made.moved("in", 1)["device_copy"]["bytes"] == 0
+
+
 # ---- the mount ----
 
 
@@ -296,6 +323,19 @@ def test_each_call_on_a_file_that_sleeps_does_what_it_does_on_others(place: Surv
     finally:
         os.close(fd)
     os.chown(file, NOBODY, NOBODY)
+
+
+def test_a_parked_file_is_copied_to_disk_from_where_it_is(place: Survivor, file: Path, tmp_path: Path) -> None:
+    """The copy failed with ENOSPC on a full device, and otherwise woke the file."""
+    command("sleep", file)
+    before = int(os.getxattr(file, "user.gpufs.bytes_read"))
+    filler = place.device / "filler"
+    filler.write_bytes(bytes(DEVICE - MIB))
+    copied = command("cp", file, tmp_path / "copy", check=False)
+    filler.unlink()
+    assert (copied.stderr, (tmp_path / "copy").read_bytes()) == ("", noise(SIZE))
+    assert parked(file)
+    assert int(os.getxattr(file, "user.gpufs.bytes_read")) - before == SIZE
 
 
 def test_a_small_file_stays_and_the_figures_are_what_has_happened(place: Survivor, file: Path) -> None:
@@ -397,6 +437,30 @@ def test_a_shell_names_the_programs_that_it_cannot_ask_and_asks_the_others(place
         assert listener.stdout.readline() == "True\n"
 
 
+def test_requests_that_wait_for_programs_let_them_go_to_sleep(place: Survivor, file: Path) -> None:
+    """A few of them took all turns of a plain user, so that no program of that user could go to sleep."""
+    script = "import gpufs, sys, time\narrays = [gpufs.attach(path, 'r+') for path in sys.argv[1:]]\n"
+    script += "gpufs.when_asked(sleep=lambda path: (time.sleep(0.3), gpufs.sleep(path)))\nprint('ready', flush=True)\n"
+    files = [file.with_name(f"file{number}") for number in range(6)]
+    for path in files:
+        path.write_bytes(noise(2 * MIB))
+        os.chown(path, NOBODY, NOBODY)
+
+    def park(path: Path) -> int:
+        return errno_of(_daemons.park, os.fspath(path), 5.0)
+
+    def park_others() -> list[int]:
+        with ThreadPoolExecutor(5) as threads:
+            return list(threads.map(park, files[1:]))
+
+    with program(script + "sys.stdin.read()\n", *files, user=NOBODY, group=NOBODY, extra_groups=[]):
+        wait_until(lambda: park(files[0]) == 0, PATIENCE, "the program to listen")
+        assert as_nobody(park_others) == [0] * 5
+        assert all(map(parked, files))
+    for path in files:
+        path.unlink()
+
+
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_shell_wakes_a_program_that_sleeps_on_an_older_version(place: Survivor, file: Path, follows: bool) -> None:
     script = "import gpufs, os, sys\ngpufs.when_asked()\n" + HOLD.replace("sys.stdin.read()", "sys.stdin.readline()")
@@ -423,7 +487,8 @@ def test_a_whole_mount_sleeps_and_the_hosts_files_stay(mount: Mounter, driver: s
     with mount("--host-memory", str(DEVICE), "--backing", f"data={tmp_path}", memory=DEVICE) as made:
         path = made.device / "weights"
         path.write_bytes(noise(SIZE))
-        command("sleep", made.path)
+        (made.path / "host0" / "other").write_bytes(noise(SIZE))
+        assert "unchanged: 1 in memory of the host" in command("sleep", made.path).stdout
         assert parked(path)
         command("wake", made.path)
         assert not parked(path)
@@ -489,6 +554,40 @@ def test_files_in_use_and_pinned_ones_stay_and_the_rest_is_a_full_device(evictin
     assert missing.value.errno == ENODATA
     array.close()
     gc.collect()
+
+
+def test_more_than_a_device_has_is_copied_saved_and_restored(evicting: GpufsMount, tmp_path: Path) -> None:
+    """cp(1) could store it, gpufs cp refused, and a save of it could not be restored."""
+    (tmp_path / "models").mkdir()
+    for number in range(5):
+        (tmp_path / "models" / f"model{number}").write_bytes(noise(SIZE + number))
+    command("cp", "-r", "-j", "2", tmp_path / "models", evicting.device)
+    command("save", evicting.path, tmp_path / "save")
+    shutil.rmtree(evicting.device / "models")
+    command("restore", "-j", "2", tmp_path / "save", evicting.path)
+    for number in range(5):
+        assert (evicting.device / "models" / f"model{number}").read_bytes() == noise(SIZE + number)
+    (tmp_path / "models" / "model5").write_bytes(bytes(DEVICE + MIB))
+    refused = command("cp", "-r", tmp_path / "models", evicting.device / "again", check=False)
+    assert "No space left on device: needs" in refused.stderr
+
+
+def test_a_call_that_must_fail_parks_nothing(evicting: GpufsMount) -> None:
+    """Any user could send everybody's files away with one fallocate(1)."""
+    files = [evicting.device / f"model{number}" for number in range(2)]
+    for path in files:
+        path.write_bytes(noise(SIZE))
+    large = evicting.device / "large"
+    with open(large, "wb") as opened, open(files[0], "rb"):
+        for size in (DEVICE - 8 * MIB, 2 * DEVICE, 1 << 40):
+            assert errno_of(os.posix_fallocate, opened.fileno(), 0, size) == ENOSPC
+        assert not any(map(parked, files))
+        os.posix_fallocate(opened.fileno(), 0, 20 * MIB)
+        assert [parked(path) for path in files] == [False, True]
+        os.posix_fallocate(opened.fileno(), 0, 22 * MIB)  # only a part of it is missing
+    with open(large, "r+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, DEVICE)
+    assert all(map(parked, files))
 
 
 def test_models_in_turn_on_a_device_that_is_too_small_for_them(evicting: GpufsMount) -> None:

@@ -474,6 +474,18 @@ def test_what_a_kill_has_left_is_replaced(root: Path, web: WebServer) -> None:
         assert left(root) == ["file"]
 
 
+def test_a_file_that_is_replaced_passes_on_its_rights_and_its_pin(root: Path, web: WebServer) -> None:
+    """An update of a private and pinned model was readable for all users, and a full device parked it."""
+    path = root / "file"
+    path.write_bytes(b"old")
+    path.chmod(0o600)
+    gpufs("pin", path)
+    web.files["/file"] = b"new"
+    gpufs("cp", f"{web.url}/file", root)
+    assert path.read_bytes() == b"new"
+    assert (path.stat().st_mode & 0o777, os.listxattr(path)) == (0o600, ["user.gpufs-pinned"])
+
+
 def test_partial_after_a_copy_that_had_started_again(root: Path, web: WebServer) -> None:
     """A copy without --partial removes what was there, and is killed before anything has arrived."""
     with start_held(web, root) as child:

@@ -230,7 +230,7 @@ gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino) {
 
 gpufs_status gpufs_inode_release(gpufs_handle mount, uint64_t ino) {
   return with_handle<Mount>(mount, [&](Mount& found) -> Status {
-    return found.table().forget(ino, 1) ? Status() : Status(ENOENT, "no inode " + std::to_string(ino));
+    return found.table().release_hold(ino) ? Status() : Status(ENOENT, "no inode " + std::to_string(ino));
   });
 }
 

@@ -131,14 +131,14 @@ std::shared_ptr<void> Releases::on_release(std::function<void()> action) {
           }};
 }
 
-void Releases::set_evictor(std::function<bool()> evict) {
+void Releases::set_evictor(std::function<bool(std::uint64_t)> evict) {
   const std::lock_guard lock(evictor_mutex_);
   evictor_ = std::move(evict);
 }
 
-bool Releases::evict() {
+bool Releases::evict(std::uint64_t needed) {
   const std::lock_guard lock(evictor_mutex_);
-  return evictor_ && evictor_();
+  return evictor_ && evictor_(needed);
 }
 
 }  // namespace gpufs

@@ -70,11 +70,12 @@ class Releases {
 
   // ---- files that nobody uses now ----
 
-  // Has `evict` move such a file elsewhere when nothing else makes space; it returns whether it has. Null: no longer,
-  // and none is being moved on return.
-  void set_evictor(std::function<bool()> evict);
-  // Called by whoever finds the device full, without any lock. True: memory has been released.
-  bool evict();
+  // Has `evict` move such a file elsewhere when nothing else makes space for so many bytes; it returns whether it has.
+  // Null: no longer, and none is being moved on return.
+  void set_evictor(std::function<bool(std::uint64_t)> evict);
+  // Called by whoever finds the device full, without any lock, with the bytes that it needs. True: memory has been
+  // released.
+  bool evict(std::uint64_t needed);
 
   // ---- waiting ----
 
@@ -107,7 +108,7 @@ class Releases {
   std::list<std::function<void()>> listeners_;
 
   std::mutex evictor_mutex_;  // guards evictor_; held while a file is moved: one at a time
-  std::function<bool()> evictor_;
+  std::function<bool(std::uint64_t)> evictor_;
 };
 
 }  // namespace gpufs

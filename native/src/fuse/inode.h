@@ -83,7 +83,8 @@ class Inode : public std::enable_shared_from_this<Inode> {
     std::unique_ptr<ExtendedAttributes> extended;  // null until the first one
 
     // The rest follows from other records, or is of this process.
-    bool restored = false;  // perhaps there are fewer references
+    bool restored = false;   // perhaps there are fewer references
+    std::uint64_t held = 0;  // of the references, those that are not the kernel's
     std::shared_ptr<Account> directory_account;
     std::uint64_t charged = 0;              // of the table's metadata
     Metadata::Share* charged_to = nullptr;  // the share of its owner

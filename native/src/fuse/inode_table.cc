@@ -175,16 +175,35 @@ void InodeTable::remove_if_unused(std::shared_ptr<Inode> inode) {
 
 Status InodeTable::hold(std::uint64_t ino) {
   const std::shared_ptr<Inode> inode = find(ino);
-  return inode && inode->hold() ? Status() : unknown_inode(ino);
+  if (!inode) return unknown_inode(ino);
+  const Inode::Writer writer(*inode);
+  if (writer->presence == Inode::Presence::kForgotten) return unknown_inode(ino);
+  ++writer->record.references;
+  ++writer->held;
+  return {};
+}
+
+bool InodeTable::release_hold(std::uint64_t ino) {
+  return drop_references(ino, [](Inode::State& state) {
+    state.held -= std::min<std::uint64_t>(state.held, 1);
+    state.record.references -= std::min<std::uint64_t>(state.record.references, 1);
+  });
 }
 
 bool InodeTable::forget(std::uint64_t ino, std::uint64_t count) {
+  return drop_references(ino, [count](Inode::State& state) {
+    std::uint64_t& references = state.record.references;
+    references -= std::min(count, references - std::min(state.held, references));
+  });
+}
+
+bool InodeTable::drop_references(std::uint64_t ino, const std::function<void(Inode::State&)>& drop) {
   std::shared_ptr<Inode> inode = find(ino);
   if (!inode) return false;
   Departure departure;
   {
     const Inode::Writer writer(*inode);
-    writer->record.references -= std::min(count, writer->record.references);
+    drop(*writer);
     departure = forget_if_unused(*inode, *writer);
   }
   remove(std::move(inode), departure);
@@ -285,7 +304,8 @@ void InodeTable::evict_when_full() {
   if (host_tier() == nullptr) return;
   for (const std::shared_ptr<DeviceContext>& device : devices_) {
     if (device->info().host_tier) continue;
-    device->releases().set_evictor([this, index = device->info().index] { return evict(index); });
+    device->releases().set_evictor(
+        [this, index = device->info().index](std::uint64_t needed) { return evict(index, needed); });
   }
   evicts_ = true;
 }
@@ -313,11 +333,15 @@ std::vector<std::shared_ptr<Inode>> InodeTable::idle_files(std::int32_t device) 
   return found;
 }
 
-bool InodeTable::evict(std::int32_t device) {
+bool InodeTable::evict(std::int32_t device, std::uint64_t needed) {
   const auto deadline = std::chrono::steady_clock::now() + kStayTimeout;
   for (;;) {
     auto soonest = deadline;
-    for (const std::shared_ptr<Inode>& inode : idle_files(device)) {
+    const std::vector<std::shared_ptr<Inode>> idle = idle_files(device);
+    // Else a call that must fail would first park the files of everybody.
+    const Result<MemoryInfo> memory = devices_[static_cast<std::size_t>(device)]->memory();
+    if (memory.ok() && memory.value().free_bytes + parkable_bytes(idle) < needed) return false;
+    for (const std::shared_ptr<Inode>& inode : idle) {
       const auto until = inode->buffer_->stays_until();
       if (until > std::chrono::steady_clock::now()) {
         soonest = std::min(soonest, until);
@@ -331,6 +355,15 @@ bool InodeTable::evict(std::int32_t device) {
     if (soonest >= deadline) return false;
     std::this_thread::sleep_until(soonest);  // those that came back a moment ago may go then
   }
+}
+
+std::uint64_t InodeTable::parkable_bytes(const std::vector<std::shared_ptr<Inode>>& files) const {
+  const std::shared_ptr<DeviceContext> host = host_tier();
+  const Result<MemoryInfo> memory = host->memory();
+  if (!memory.ok()) return 0;
+  std::uint64_t bytes = 0;
+  for (const std::shared_ptr<Inode>& inode : files) bytes += inode->buffer_->bytes_held();
+  return std::min(bytes, memory.value().free_bytes + host->releases().expected_bytes());
 }
 
 std::uint64_t InodeTable::evictable(std::int32_t device) {
@@ -684,7 +717,8 @@ std::vector<std::uint64_t> InodeTable::doubtful() const {
   for (const std::shared_ptr<Inode>& inode : all()) {
     const Inode::Reader reader(*inode);
     const bool is_known = reader->presence == Inode::Presence::kKnown;
-    if (reader->restored && reader->expected && is_known) found.push_back(inode->ino_);
+    const bool has_others = reader->record.references > reader->held;
+    if (reader->restored && reader->expected && is_known && has_others) found.push_back(inode->ino_);
   }
   return found;
 }

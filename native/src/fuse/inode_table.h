@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -84,9 +85,12 @@ class InodeTable {
   // should keep no pointer.
   void remove_if_unused(std::shared_ptr<Inode> inode);
 
-  // References keep an inode in the table: the kernel's, one for each reply that gives it the inode, and others.
+  // References keep an inode in the table: the kernel's, one for each reply that gives it the inode, and those between
+  // hold() and release_hold(). The journal has their sum, so the next process holds again what it keeps.
   Status hold(std::uint64_t ino);
-  // Drops references, and removes the inode as above. False if it is unknown.
+  // False if the inode is unknown. It is removed as above.
+  bool release_hold(std::uint64_t ino);
+  // Drops references of the kernel, and removes the inode as above. False if it is unknown.
   bool forget(std::uint64_t ino, std::uint64_t count);
 
   // Null if unknown.
@@ -187,7 +191,10 @@ class InodeTable {
   void free_parked(std::shared_ptr<Buffer> parked);
   // Files on a device that nobody uses, the one first that was used the longest time ago.
   [[nodiscard]] std::vector<std::shared_ptr<Inode>> idle_files(std::int32_t device) const;
-  bool evict(std::int32_t device);
+  // How much of them the host tier has space for.
+  [[nodiscard]] std::uint64_t parkable_bytes(const std::vector<std::shared_ptr<Inode>>& files) const;
+  // Parks a file, if all of them together make space for so many bytes.
+  bool evict(std::int32_t device, std::uint64_t needed);
   // The parts of an inode's record, and what becomes of them.
   struct Restored {
     InodeRecord record;
@@ -217,6 +224,7 @@ class InodeTable {
     bool is_forgotten = false;
     bool must_be_freed = false;
   };
+  bool drop_references(std::uint64_t ino, const std::function<void(Inode::State&)>& drop);
   // Forgets an inode without names and references.
   Departure forget_if_unused(const Inode& inode, Inode::State& state);
   void remove(std::shared_ptr<Inode> inode, Departure departure);

@@ -89,8 +89,8 @@ Transfer::Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<Sched
       scheduler_(std::move(scheduler)),
       facts_(facts_of(request)),
       queued_(observe::now_ns()),
-      memory_(std::exchange(facts_.request.target, nullptr), request.target_offset, request.direction,
-              engine_->options().chunk_bytes),
+      memory_(std::exchange(facts_.request.target, nullptr), std::exchange(facts_.request.counted, nullptr),
+              request.target_offset, request.direction, engine_->options().chunk_bytes),
       store_file_(*request.file, request.file_offset) {
   facts_.counters.begin(observe::Backend::kTransfer, facts_.flow);
 }

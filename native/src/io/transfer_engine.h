@@ -28,7 +28,7 @@ class TransferEngine : public std::enable_shared_from_this<TransferEngine> {
 
   // EINVAL: offsets and sizes that overflow or leave the device memory. EBADF: the file is not open for this direction,
   // or a destination is open for appending. ESHUTDOWN after shutdown(). All other failures are the transfer's.
-  Result<std::shared_ptr<Transfer>> start(const TransferRequest& request);
+  Result<std::shared_ptr<Transfer>> start(TransferRequest request);
 
   // Cancels all transfers and ends the threads; those that hang in a file are left behind. Blocks for little more than
   // IoOptions::shutdown_grace, unless the device itself hangs. May be called twice.

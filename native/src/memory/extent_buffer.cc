@@ -167,6 +167,7 @@ Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, Writ
     if (try_write_locked(offset, end, held)) return {};
   }
   return retry_when_full(
+      offset, end,
       [&]() -> Status {
         const std::unique_lock mutation = lock_mutation(how.wait);
         if (!mutation) return would_wait();

@@ -177,10 +177,14 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t highest_locked() const;
   [[nodiscard]] SnapshotPointer current() const;
 
-  // ---- extent_buffer_memory.cc: what takes memory. All need mutation_mutex_, except the first two. ----
+  // ---- extent_buffer_memory.cc: what takes memory. All need mutation_mutex_, except the first three. ----
   // Calls attempt(), which takes mutation_mutex_ itself, and again whenever it fails with ENOSPC or EDQUOT and others
-  // have released memory since. The caller holds no lock and no pin.
-  Status retry_when_full(const std::function<Status()>& attempt, Wait wait = Wait::kAllowed);
+  // have released memory since. [offset, end) is what needs the memory: files are parked only if that can be enough.
+  // The caller holds no lock and no pin.
+  Status retry_when_full(std::uint64_t offset, std::uint64_t end, const std::function<Status()>& attempt,
+                         Wait wait = Wait::kAllowed);
+  // How much memory of the device a part of the file lacks; all of the file, if it is parked.
+  [[nodiscard]] std::uint64_t missing_bytes(std::uint64_t offset, std::uint64_t end) const;
   // of_our_accounts: only from buffers that charge the same account.
   bool reclaim(std::uint64_t releases_before, bool of_our_accounts);
   [[nodiscard]] std::weak_ptr<ExtentBuffer> owner() {

@@ -54,7 +54,7 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
   }
   // Leases at most so many bytes of the buffer.
   Status fix(std::uint64_t most, std::optional<std::uint64_t> placement) {
-    return buffer_->retry_when_full([this, most, placement] {
+    return buffer_->retry_when_full(0, writable_ ? std::min(most, buffer_->size()) : 0, [this, most, placement] {
       const std::lock_guard mutation(buffer_->mutation_mutex_);
       std::uint64_t bytes = most;
       Status status = buffer_->fix_for_lease(writable_, exports_, placement, &bytes);

@@ -39,17 +39,25 @@ constexpr int kMostAttempts = 4;  // others that grow may be faster to take what
 
 // ---- a full device ----
 
-Status ExtentBuffer::retry_when_full(const std::function<Status()>& attempt, Wait wait) {
+Status ExtentBuffer::retry_when_full(std::uint64_t offset, std::uint64_t end, const std::function<Status()>& attempt,
+                                     Wait wait) {
   for (int number = 1;;) {
     const std::uint64_t releases = context_->releases().count();
     Status status = attempt();
     if (!lacks_memory(status.error()) || wait == Wait::kForbidden) return status;
     if (number < kMostAttempts && reclaim(releases, status.error() == EDQUOT)) {
       ++number;
-    } else if (status.error() != ENOSPC || !context_->releases().evict()) {
+    } else if (status.error() != ENOSPC || !context_->releases().evict(missing_bytes(offset, end))) {
       return status;  // a large file may need the space of many
     }
   }
+}
+
+std::uint64_t ExtentBuffer::missing_bytes(std::uint64_t offset, std::uint64_t end) const {
+  const std::lock_guard lock(state_mutex_);
+  if (parked_ != nullptr) return parked_->bytes_held();
+  const Extent range = placed(offset, end);
+  return total_bytes(holes(own(), round_down(range.offset, granule_), round_up(range.end(), granule_)));
 }
 
 // True once some buffer has released memory since that many had.
@@ -334,7 +342,7 @@ Status ExtentBuffer::allocate_range(std::uint64_t offset, std::uint64_t bytes, b
   std::uint64_t end = 0;
   if (bytes == 0) return Status(EINVAL, "allocating nothing");
   TRY(check_end(offset, bytes, &end));
-  return retry_when_full([&] {
+  return retry_when_full(offset, end, [&] {
     const std::lock_guard mutation(mutation_mutex_);
     TRY(unpark(Wait::kAllowed));
     const Extent range = placed(offset, end);

@@ -23,6 +23,8 @@ namespace {
 // How long the memory waits for readers that still use it; then it goes with the last of them.
 constexpr std::chrono::seconds kReaderTimeout{1};
 
+Status host_is_full() { return Status(ENOSPC, "the host's memory for parked files is full"); }
+
 }  // namespace
 
 std::shared_ptr<Buffer> ExtentBuffer::parked() const {
@@ -37,6 +39,9 @@ Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std:
   if (snapshot_->slot != nullptr || memory_ == nullptr || size < granule_) return false;
   if (shift_.step != 0) return torn();
   (void)release_unused(TimePoint{});
+  // Copying what fits would take long, and writers wait.
+  const Result<MemoryInfo> there = host->memory();
+  if (there.ok() && there.value().free_bytes < total_bytes(own())) return host_is_full();
   Exclusion exclusion(*this);
   {
     const std::lock_guard lock(state_mutex_);
@@ -66,7 +71,7 @@ Status ExtentBuffer::become_copy_of(ExtentBuffer& source) {
   const std::uint64_t size = source.size();
   overwritten_ = true;
   std::uint64_t copied = TRY(copy_from(source, 0, 0, size, nullptr));
-  if (copied != size) return Status(ENOSPC, "the host's memory for parked files is full");
+  if (copied != size) return host_is_full();
   const std::lock_guard mutation(mutation_mutex_);
   Status status = zero_existing(0, snapshot_->placement);
   return status.ok() ? zero_existing(snapshot_->placement + size, kNoLimit) : status;
@@ -82,6 +87,7 @@ void ExtentBuffer::give_up_memory() {
 
 Status ExtentBuffer::bring_back(Wait wait) {
   return retry_when_full(
+      0, size(),
       [&]() -> Status {
         const std::unique_lock mutation = lock_mutation(wait);
         return mutation ? unpark(wait) : would_wait();
