@@ -36,6 +36,8 @@ _CANCEL_SECONDS: Final = 8.0
 # How long the end of an attachment waits until the daemon has ended the lease.
 _DETACH_SECONDS: Final = 2.0
 _RETRY_SECONDS: Final = 0.2
+# The main thread does not notice a signal that comes just before it begins to wait.
+_LONGEST_WAIT: Final = 1.0
 _GREETING: Final = 0  # the number of hello, which has none in its message
 _NO_ANSWER: Final = "the daemon of the mount does not answer"
 
@@ -427,11 +429,13 @@ class Connection(Closing):
         poll.register(self._sock, select.POLLIN)
         if cancel is not None:
             poll.register(cancel, select.POLLIN)
-        left = None if deadline is None else max(deadline - time.monotonic(), 0) * 1000
-        ready = poll.poll(left)
-        if not ready:
-            self._silent = True
-            raise OSError(errno.ETIMEDOUT, _NO_ANSWER)
+        ready: list[tuple[int, int]] = []
+        while not ready:
+            left = _LONGEST_WAIT if deadline is None else max(deadline - time.monotonic(), 0)
+            ready = poll.poll(min(left, _LONGEST_WAIT) * 1000)
+            if not ready and left <= 0:
+                self._silent = True
+                raise OSError(errno.ETIMEDOUT, _NO_ANSWER)
         if cancel is not None and any(fd == cancel.fileno() for fd, _ in ready):
             return False
         try:

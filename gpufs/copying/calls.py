@@ -18,6 +18,7 @@ from gpufs.copying.copier import Copier
 from gpufs.copying.entries import kind_of
 from gpufs.copying.totals import Totals
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Fastpath, Outcome
+from gpufs.stores import waiting
 
 
 @named_in("gpufs")
@@ -237,7 +238,7 @@ def copy_files(
             return outcome
 
         try:
-            outcomes = list(pool.map(copy_one, ends))
+            outcomes = waiting.results([pool.submit(copy_one, end) for end in ends])
         except BaseException:
             stop.cancel()
             raise

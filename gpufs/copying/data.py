@@ -270,4 +270,5 @@ def _write_some(fd: int, data: memoryview) -> int:
 def _await(fd: int, event: int) -> None:
     poll = select.poll()
     poll.register(fd, event)
-    poll.poll()
+    while not poll.poll(1000):  # in short waits: see gpufs/stores/waiting.py
+        pass

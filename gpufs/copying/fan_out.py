@@ -18,6 +18,7 @@ from gpufs.copying import entries
 from gpufs.copying.entries import Entry, OpenFile
 from gpufs.copying.job import CopyContext, CopyJob
 from gpufs.copying.types import CopyError, CopyProgress, Outcome
+from gpufs.stores import waiting
 from gpufs.syscalls import close_all
 
 
@@ -104,7 +105,7 @@ class FanOut:
             return [self._copy(batch[0])]
         with ThreadPoolExecutor(len(batch)) as pool:
             try:
-                return list(pool.map(self._copy, batch))
+                return waiting.results([pool.submit(self._copy, placed) for placed in batch])
             except BaseException:
                 self._cancel.cancel()
                 raise

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
 # Time for calls that are in progress when a copy is cancelled. One whose server is silent keeps its thread for longer.
 END_SECONDS: Final = 1.0
+# Each wait is as short as this: the main thread does not notice a signal that comes just before it begins to wait.
 _POLL_SECONDS: Final = 0.1
 
 T = TypeVar("T")
@@ -32,6 +33,16 @@ def result(future: Future[T], cancelled: Callable[[], bool], tick: Callable[[], 
         if tick is not None:
             tick()
     return future.result()
+
+
+def results(futures: Sequence[Future[T]]) -> list[T]:
+    """Return what calls return, in their order. The first one that fails raises."""
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, _POLL_SECONDS, FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    return [future.result() for future in futures]
 
 
 class Workers:
