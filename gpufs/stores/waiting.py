@@ -1,4 +1,7 @@
-"""Threads that wait for stores. Neither a copy that is cancelled nor the end of the program waits for them."""
+"""Threads that wait for stores, and waits for threads.
+
+Neither a copy that is cancelled nor the end of the program waits for a store, and a signal ends each wait.
+"""
 
 from __future__ import annotations
 
