@@ -161,8 +161,10 @@ class Receiver:
 
     def _check_mount(self, entry: Entry, on_mount: bool) -> None:
         """Raise OSError if no side is on a mount."""
+        if on_mount:
+            return
         with entry.filled() as (directory, _):
-            if not on_mount and os.fstat(directory).st_dev not in self._mounts:
+            if os.fstat(directory).st_dev not in self._mounts:
                 raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, entry.path)
 
     # ---- NIXL or the pipe ----
