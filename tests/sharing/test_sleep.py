@@ -473,9 +473,12 @@ def test_a_shell_wakes_a_program_that_sleeps_on_an_older_version(place: Survivor
         new.write_bytes(b"\xff" * SIZE)
         command("replace", new, file)
         command("wake", file)
-        wait_until(lambda: not place.report()["leases"][0]["asleep"], PATIENCE, "the program to wake")
-        (lease,) = place.report()["leases"]
-        assert (lease["inode"] == file.stat().st_ino) is follows
+        version = file.stat().st_ino if follows else old["inode"]
+
+        def held() -> list[tuple[int, bool]]:  # while it moves to the new version, a lease of each
+            return [(lease["inode"], lease["asleep"]) for lease in place.report()["leases"]]
+
+        wait_until(lambda: held() == [(version, False)], PATIENCE, "the program to wake on its version")
         out, _ = sleeper.communicate("\n", timeout=PATIENCE)
         assert out == f"{255 if follows else noise(SIZE)[0]}\n"
 
