@@ -192,7 +192,7 @@ class CopyJob:
 
     def _empty(self) -> None:
         """Truncate the destination. Registered memory is overwritten as a whole instead."""
-        if self._is_regular():
+        if self._is_regular() and not (self._created and not self.destination.status.st_size):
             try:
                 os.ftruncate(self.fd, 0)
             except PermissionError:
@@ -247,7 +247,7 @@ class CopyJob:
     def _complete(self) -> str | None:
         """Finish a copy whose bytes are in place; returns the checksum if one was asked for."""
         options, fd = self._context.options, self.fd
-        if self._on_mount():
+        if self._on_mount() and self._data.method == "transfer":
             entries.settle_on_mount(fd)
         if options.preserve:
             self._whole = True  # without its attributes it still is a copy
