@@ -124,7 +124,7 @@ def _may_stay(device: Any, caller: FrameType | None) -> bool:
     if str(device) != "cpu":
         return False
     package = "safetensors"
-    while caller is not None and package == "safetensors":  # its load_file calls safe_open, too
+    while caller is not None and package == "safetensors":  # load_file of safetensors calls safe_open, too
         package = caller.f_globals.get("__name__", "").partition(".")[0]
         caller = caller.f_back
     return package in _PLACES_TENSORS_ITSELF

@@ -65,7 +65,7 @@ def _has_files(directory: str) -> bool:
     try:
         with os.scandir(directory) as entries:
             return next(entries, None) is not None
-    except OSError:  # it cannot be read
+    except OSError:  # the directory cannot be read
         return False
 
 

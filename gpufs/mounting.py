@@ -276,7 +276,7 @@ def _mount_directly(
             if entry is None or entry.number in before:
                 raise OSError(errno.EIO, f"{mountpoint}: mount failed: the mountpoint has moved")
         except BaseException:
-            opened.close()  # which kills the mount
+            opened.close()  # closing the connection kills the mount
             _remove_dead(mountpoint, before)
             raise
         opened.pop_all()
@@ -427,7 +427,7 @@ def unmount_dead(entry: MountEntry) -> bool:
             return True
     except OSError as failure:
         if failure.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return False  # it has been unmounted, or its place has changed
+            return False  # the mount is gone, or its place has changed
         raise
 
 

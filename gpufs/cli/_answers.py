@@ -90,7 +90,7 @@ def _start(question: Callable[[], Any], show: Show) -> tuple[Process, int]:
 def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
     """Write the value, or the errno and the text of a failure; in the child."""
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):  # it may outlive the command, whose output must end
+    for fd in (0, 1, 2):  # the child may outlive the command, whose output must end
         os.dup2(null, fd)
     try:
         value = question()

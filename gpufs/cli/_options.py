@@ -22,7 +22,7 @@ Function: TypeAlias = Callable[..., Any]
 
 def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
     """Refuse nan as an option's seconds."""
-    if value is not None and math.isnan(value):  # which is in every range
+    if value is not None and math.isnan(value):  # click finds NaN in every range
         raise click.BadParameter("nan is not a number of seconds.", ctx, parameter)
     return value
 

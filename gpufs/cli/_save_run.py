@@ -60,7 +60,7 @@ class SaveReport(CopyReport):
         self._end()
 
     def _failed(self, source: str, destination: str | None, error: CopyError) -> None:
-        if error.errno != errno.ECANCELED or not self.cancel.cancelled:  # which is said once
+        if error.errno != errno.ECANCELED or not self.cancel.cancelled:  # end() reports the interruption once
             super()._failed(source, destination, error)
             self._end()
 

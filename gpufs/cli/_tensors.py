@@ -160,7 +160,7 @@ class TensorFiles:
         self.metadata: dict[str, str] | None = None
         self.tensors: list[Tensor] = []  # in the order of the files and of their offsets
         self.registered = False  # the program that registered the file gave the type
-        self.has_tensors = False  # they are known: gpufs reads the format, and they are not compressed
+        self.has_tensors = False  # whether gpufs reads the format, and the tensors are not compressed
         is_checkpoint = os.path.isdir(path) or path.endswith(".safetensors.index.json")
         try:
             checkpoint = find_files(path) if is_checkpoint else CheckpointFiles((path,))

@@ -141,7 +141,7 @@ def mount(
         if request.foreground:
             sys.stdout.flush()
             launching.run_in_foreground(request)
-        # They end the daemon that is being started, as Ctrl-C does.
+        # These signals end the daemon that is being started, as Ctrl-C does.
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda arrived, _: sys.exit(128 + arrived))

@@ -100,7 +100,7 @@ def attach_many(paths: Iterable[str | os.PathLike[str]], mode: Mode = READ) -> l
     sizes: Counter[_Place] = Counter()  # of what waits
     directories: dict[str, bool] = {}
     with _Devices(mounts) as devices:
-        # One thread reads. Several are no faster, since each waits for the interpreter's lock.
+        # One thread reads. Several threads are no faster, since each waits for the interpreter's lock.
         for number, name in enumerate(names):
             small = _read(number, name, mounts, directories)
             if small is None:
@@ -130,7 +130,7 @@ def _read(number: int, name: str, mounts: _Mounts, directories: dict[str, bool])
                 return None
             place = mounting.place_of(fd, mounts[status.st_dev])
             content = os.read(fd, status.st_size + 1)
-            if len(content) > status.st_size:  # it grows just now
+            if len(content) > status.st_size:  # the file grows just now
                 return None
         finally:
             os.close(fd)

@@ -198,7 +198,7 @@ class Connection(Closing):
         self.last = None
         with self._exclusive():
             pending = None
-            seconds = _CANCEL_SECONDS  # that the end of the copy may take after an exception
+            seconds = _CANCEL_SECONDS  # how long the end of the copy may take after an exception
             try:
                 pending = self._start(request, (host_fd, mount_fd), progress)
                 if not self._wait(pending, cancel=cancel):
@@ -231,7 +231,7 @@ class Connection(Closing):
             try:
                 answer = self._ask_for_memory(request, (fd,))
             except BaseException:
-                self._detached.append(request.id)  # it may be attached all the same
+                self._detached.append(request.id)  # the file may be attached all the same
                 raise
             if answer[0].error == errno.ECONNRESET:
                 self._detached.append(request.id)
@@ -391,7 +391,7 @@ class Connection(Closing):
             time.sleep(_RETRY_SECONDS)
             self._end_leases()
         self._retrying = False
-        self._end_leases()  # those that another thread has left to this one just now
+        self._end_leases()  # another thread may have left leases to this one just now
 
     # ---- messages ----
 
@@ -402,7 +402,7 @@ class Connection(Closing):
         progress: Callable[[protocol.Progress], None] | None = None,
     ) -> _Pending:
         """Send a request. _wait() waits for its answer."""
-        while len(self._pending) >= self._slots:  # those that were abandoned
+        while len(self._pending) >= self._slots:  # abandoned requests keep their slots until they are answered
             self._receive()
         pending = self._pending[request.id] = _Pending(request.answer, progress)
         try:

@@ -20,7 +20,7 @@ from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType
 from gpufs.syscalls import Closing, closed_after
 
-# Those that have not been closed: the connections and the arrays of these stay, also where the program drops them.
+# The registrations that have not been closed. Their connections and arrays stay, also where the program drops them.
 _registrations: set[Registration] = set()
 
 

@@ -66,7 +66,8 @@ class DataCopy:
         self.paths: dict[str, int] = {}
         self.refusals: tuple[str, ...] = ()
         self.synced = False  # the destination is on its disk already
-        self.keeps_size = False  # it is registered memory, whose size nobody can change: holes are written as zeros
+        # Whether the destination is registered memory, whose size nobody can change: holes are written as zeros.
+        self.keeps_size = False
         self.cancel = cancel
         self._progress = progress
         self._reported = 0.0
@@ -149,7 +150,7 @@ class DataCopy:
             if holes and self.done == data_end:
                 start, data_end = entries.next_data(self.source_fd, self.done)
                 if start > self.done:
-                    # Its size is as far as it was copied, also where nothing follows.
+                    # The destination ends where the copy has got to, also where nothing follows.
                     os.ftruncate(self.destination_fd, start)
                     self._count("hole", start - self.done)
                     continue

@@ -79,7 +79,7 @@ def delete_others(
                     gone.add(step.path)
                     report.deleted(os.path.join(step.path, "") if step.kind == "leave" else step.path)
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # it has what was left out
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # else the directory has what was left out
                     report.failed(step.path, None, error)
 
 

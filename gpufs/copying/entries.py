@@ -291,9 +291,9 @@ def next_data(fd: int, offset: int) -> tuple[int, int]:
         return start, os.lseek(fd, start, os.SEEK_HOLE)
     except OSError as error:
         if error.errno == errno.ENXIO:
-            end = max(offset, os.fstat(fd).st_size)  # it may have been cut off just now
+            end = max(offset, os.fstat(fd).st_size)  # the file may have been cut off just now
             return end, end
-        if error.errno == errno.EINVAL:  # its file system does not report holes
+        if error.errno == errno.EINVAL:  # the file system does not report holes
             return offset, end
         raise
 

@@ -91,13 +91,13 @@ class FanOut:
             for (_, job), copy in zip(batch, copies, strict=False):
                 job.read_from(copy)
             for copied in filter(None, self._copy_at_once(batch)):
-                # One that may be written only is not a source.
+                # A copy that may be written only is not a source.
                 if shares and fcntl.fcntl(copied.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
                     copies.append(copied)
         if self.context.options.preserve and len(copies) > ours:
             for copy in copies[ours:]:
-                with suppress(OSError):  # this worked before
-                    entries.preserve(copy.fd, attributes)  # they have been read since
+                with suppress(OSError):  # each copy has set them once already
+                    entries.preserve(copy.fd, attributes)  # reading the copies has changed their times
 
     def _copy_at_once(self, batch: list[tuple[int, CopyJob]]) -> list[OpenFile | None]:
         """Make copies; returns those that are complete, and None for each failure."""

@@ -92,7 +92,7 @@ def upload(
     def take(sent: Sent, result: FileResult) -> None:
         destination = str(HostName(targets[result.hop].host, os.fsdecode(result.path)))
         outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
-        if result.error != errno.ECANCELED:  # its directory is reported
+        if result.error != errno.ECANCELED:  # else the file's directory is reported
             sink.file_ended(sent.path, outcome, result.hop)
 
     def fail(failed: Failed) -> None:
@@ -245,7 +245,7 @@ def _bases(paths: Sequence[str], destination: str, request: HostRequest) -> Iter
         )
         try:
             bases = [opened.enter_context(entry.located()) for _, entry in named]
-            if destination.endswith("/") and bases[0].path == stripped:  # it does not exist
+            if destination.endswith("/") and bases[0].path == stripped:  # the directory does not exist
                 bases[0] = bases[0]._replace(path=destination)
         except OSError as error:
             raise OSError(error.errno, text_of(error), destination) from None

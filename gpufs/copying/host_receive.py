@@ -289,7 +289,7 @@ class Receiver:
         self._name(file.name, "file")
         self._in_file = True
         if entry is None:
-            self.channel.send(FileResult(file.number, b"", errno.ECANCELED))  # its directory is reported already
+            self.channel.send(FileResult(file.number, b"", errno.ECANCELED))  # the directory is reported already
         elif self._is_skipped(entry) or self._is_current(entry, file):
             self.channel.send(FileResult(file.number, os.fsencode(entry.path), skipped=True))
             self.sink.file_ended(source, None)
@@ -406,7 +406,7 @@ class Receiver:
                 new.keep_attributes_of(entry.name)
             self.context.check_space(new.fd, file.data, self.cancel)
             if file.data and file.data >= file.size:
-                os.posix_fallocate(new.fd, 0, file.size)  # its memory is certain before the first byte arrives
+                os.posix_fallocate(new.fd, 0, file.size)  # the memory is certain before the first byte arrives
         except BaseException:
             new.close()
             raise

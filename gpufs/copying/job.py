@@ -28,7 +28,7 @@ Mounts = dict[int, list[MountEntry]]  # by st_dev
 # Up to this size one read and one write are faster than a request to the daemon.
 SMALL_BYTES: Final = 128 << 10
 # Failures of the destination alone.
-_DESTINATIONS: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
+_OF_DESTINATION: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 
 
 class CopyContext:
@@ -187,7 +187,7 @@ class CopyJob:
         try:
             self._context.check_space(self.fd, needed, self._data.cancel)
         except OSError as error:
-            if error.errno != errno.ENOSPC or not self._context.options.partial:  # which wants as much as fits
+            if error.errno != errno.ENOSPC or not self._context.options.partial:  # --partial copies as much as fits
                 raise
 
     def _empty(self) -> None:
@@ -292,7 +292,7 @@ class CopyJob:
             if syscalls.refresh(self.fd) > data.done:
                 os.ftruncate(self.fd, data.done)
         except OSError:
-            return ""  # its mount has died: there is nothing left to keep consistent
+            return ""  # the mount has died: there is nothing left to keep consistent
         if self._created:
             return f"{self._amount()} are kept"
         return f"the old content is gone, {self._amount()} were copied"
@@ -313,11 +313,11 @@ class CopyJob:
             lack = shortage(self.fd, needed, self._on_mount())
             text = f"{text}: {lack}" if lack else text
         source, destination = self.source.entry.path, self.destination.entry.path
-        of_disk = code in _DESTINATIONS and not self._on_mount()
+        of_disk = code in _OF_DESTINATION and not self._on_mount()
         return (CopyError if of_disk else error_class(code))(
             code,
             text,
-            *((destination, None) if code in _DESTINATIONS else (source, destination)),
+            *((destination, None) if code in _OF_DESTINATION else (source, destination)),
             bytes_done=self._data.done,
             bytes_total=self._data.total,
             device_code=getattr(error, "device_code", 0),

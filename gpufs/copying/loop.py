@@ -99,7 +99,7 @@ class CopyThreads:
         try:
             while finder.is_alive() and not self._cancel.cancelled:
                 self._wait(finder)
-            finder.join(_END_SECONDS)  # it ends with the step that it is at, unless it waits for a store
+            finder.join(_END_SECONDS)  # the walk ends with its present step, unless it waits for a store
             deadline = float("inf")
             for worker in workers:
                 while worker.is_alive():

@@ -57,7 +57,7 @@ class PartReader:
                 ours.cancel()
                 raise
             finally:
-                wait(futures)  # they use the caller's descriptors
+                wait(futures)  # the threads use the caller's descriptors
 
     def differing_part(
         self, fd: int, size: int, sums: Sums, cancel: Cancellation, take: Take

@@ -220,7 +220,7 @@ class Restore(SavedFiles):
             found += 1
             first = path.partition("/")[0]
             if self._is_missing(path) and isinstance(record, Directory):
-                continue  # it has no files, unless one comes
+                continue  # the save has no files for this device, unless one comes
             if self._is_root and not self._is_device(first):
                 raise OSError(errno.ENODEV, self._remedy(first), os.path.join(self.destination, first))
             if isinstance(record, HardLink):

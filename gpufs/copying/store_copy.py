@@ -100,7 +100,7 @@ class _Destination:
             return f"{done} bytes are kept in {self._new.temporary}: --partial goes on from there"
         self._new.discard()
         with suppress(OSError):
-            os.ftruncate(self.fd, 0)  # its memory is free at once, also where a silent server keeps it open
+            os.ftruncate(self.fd, 0)  # the memory is free at once, also where a silent server keeps the file open
         return ""
 
 
@@ -109,7 +109,7 @@ class StoreCopies:
 
     def __init__(self, context: CopyContext) -> None:
         self._context = context
-        # Its threads start when they are needed, and are shared by all files.
+        # The threads start when they are needed, and all files share them.
         self._pool = Workers(PARTS_IN_FLIGHT)
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class StoreCopies:
 
         def report(moved: int) -> None:
             if progress is not None:
-                count = len(ends)  # it counts the bytes of all copies
+                count = len(ends)  # the progress counts the bytes of all copies
                 kept = 0 if loading.is_whole else resumed
                 size = max(loading.size, moved)
                 moved = min(kept + moved, size) * count

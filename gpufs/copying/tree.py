@@ -227,7 +227,7 @@ class FileTree:
         """Return the name of the copy, None if the directory for it could not be created."""
         if step.parent is None:
             return self._base
-        if self._state.options.dry_run:  # its directory may not exist
+        if self._state.options.dry_run:  # the directory of the copy may not exist
             below = step.below if step.kind == "file" else step.folder.below if step.folder else ""
             return Entry.of(os.path.join(self._base.path, below), follow=False)
         directory = self._directories.get(step.parent)

@@ -26,7 +26,7 @@ CONTROL: Final = ".gpufs"  # in the directory of a model
 SOCKET: Final = f"{CONTROL}/socket"
 RUN: Final = f"{CONTROL}/run"
 SOURCE: Final = f"{CONTROL}/source"  # what the model is, for the plug-in
-KEEP: Final = f"{CONTROL}/keep"  # it exists if the model stays without volumes
+KEEP: Final = f"{CONTROL}/keep"  # this file exists if the model stays without volumes
 
 _MS_RDONLY: Final = 1
 _MS_NOSUID: Final = 2

@@ -121,7 +121,7 @@ class Models:
                 if not os.path.exists(os.path.join(complete, binding.KEEP)):
                     gone = os.path.join(folder, _GONE + name)
                     _remove(gone)
-                    with suppress(FileNotFoundError):  # it loses its name before any of its files
+                    with suppress(FileNotFoundError):  # the directory loses its name before any of its files
                         os.rename(complete, gone)
                     _remove(gone)
 

@@ -167,7 +167,7 @@ class Plugin:
             if not self._targets.has_parent(volume.target):
                 text = f"the directory of target_path does not exist: {os.path.dirname(volume.target)}"
                 raise CallError("FAILED_PRECONDITION", text)
-            self._targets.unbind(volume.target)  # which refuses, before anything is fetched, what is not of gpufs
+            self._targets.unbind(volume.target)  # refuses what is not of gpufs, before anything is fetched
             self._state.add(volume)
         try:
             if not self._is_bound(volume):
@@ -232,7 +232,7 @@ class Plugin:
                     failed.pop(volume.id, None)
                 except (OSError, CallError) as error:
                     if isinstance(error, CallError) and error.code == "ABORTED":
-                        continue  # it is being fetched, or the kubelet is faster
+                        continue  # the model is being fetched, or the kubelet is faster
                     if before is None or before.text != str(error):
                         log.warning("volume %s cannot be repaired: %s", volume.id, error)
                     pause = _ROUND_SECONDS if before is None else min(2 * before.pause, _MOST_PAUSE)

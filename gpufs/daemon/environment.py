@@ -133,7 +133,7 @@ class CountersFile:
         try:
             os.unlink(self.path)
         except OSError:
-            pass  # it was never created
+            pass  # the engine has not created the file
 
 
 class ServiceManager:

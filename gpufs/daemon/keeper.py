@@ -166,7 +166,7 @@ class Keeper:
 
     async def replace(self) -> None:
         """Wait until the keeper has died, and start another one that holds the same. OSError if that is impossible."""
-        await trio.lowlevel.wait_readable(self._socket)  # it sends nothing: the end of the file
+        await trio.lowlevel.wait_readable(self._socket)  # the keeper sends nothing, so this is the end of the file
         await threads.run(self._replace)
 
     def _replace(self) -> None:

@@ -30,8 +30,8 @@ log = logging.getLogger("gpufs.daemon")
 # right after mounting would end the process and leave a dead mount.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-# Requests that may wait for something at a time. More than may wait for directories of the host (gpufs/fs/backing), so
-# names in memory are answered even if all of those block. A waiting task takes some 20 KiB.
+# Requests that may wait for something at a time. Fewer than these may wait for directories of the host
+# (gpufs/fs/backing), so control files are answered even if all of those block. A waiting task takes some 20 KiB.
 TASKS = 10_000
 # Seconds at the end for cancelled copies.
 _COPIES_GRACE = 6.0
@@ -236,7 +236,7 @@ class Serving:
             await threads.run(lambda: os.stat(os.path.join(self.entry.mountpoint, "gpu0")), abandon_on_cancel=True)
         except OSError as failure:
             if mountpoint.present(self.entry) is None:
-                return  # it was unmounted at the same time: nothing has failed
+                return  # somebody has unmounted at the same time: nothing has failed
             raise StartFailure.of(failure, f"{self.entry.mountpoint}: mounted, but does not answer: ") from None
         await self._set_read_ahead()  # after INIT, which sets it too
         if not self.request.foreground:

@@ -128,6 +128,7 @@ def begin(fd: int, mountpoint: str) -> Takeover:
     except OSError as failure:
         raise StartFailure.of(failure, "cannot take over: ") from None
     former = mounting.MountEntry(**{**begun["entry"], "flags": frozenset(begun["entry"]["flags"])})
-    entry = present(former) or former  # it may only be elsewhere: bound, in containers, or detached and in use
+    # Without an entry here the mount may still be elsewhere: bound, in containers, or detached and in use.
+    entry = present(former) or former
     memory = {key: descriptor for key, descriptor in received.items() if key >= _FIRST_MEMORY}
     return Takeover(MountRequest.decode(begun["request"].encode()), entry, keeper, held, memory, released, died)

@@ -119,7 +119,7 @@ class HostLock(Handle):
 
     def unlock(self) -> None:
         """Unlock it. EngineError ENOENT when that has been done; the driver's own failure leaves it locked."""
-        # One of several threads gets it: the range may be locked by others, whose lock must not be undone.
+        # Only one of several threads goes on: the range may be locked by others, whose lock must not be undone.
         if self._finalizer.detach() is None:
             raise EngineError(
                 errno.ENOENT,

@@ -140,7 +140,7 @@ class OperationQueue(InUse):
         count = int(result_of(NUMBER, lib.gpufs_queue_collect, self.handle, *wanted))
         with self.lock:
             for index in range(count):
-                # One that was cancelled while it was refused was never submitted.
+                # An operation that was cancelled while it was refused was never submitted.
                 kept = self.under_way.pop(completions[index].cookie, None)
                 if kept is not None:
                     self.ended.append(self._end(kept[0], completions[index]))

@@ -57,7 +57,7 @@ class Nixl:
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # it logs to standard output
+        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # UCX logs to standard output
         try:
             from nixl._api import nixl_agent, nixl_agent_config
 

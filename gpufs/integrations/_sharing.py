@@ -137,7 +137,7 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
     weights = open_weights(shared, phases=server.phases)
     was_there = server.all_agree(weights is not None)
     if not was_there and server.released:
-        open_weights(shared, server.logger)  # which logs what is wrong with them. Damaged ones are not removed
+        open_weights(shared, server.logger)  # logs what is wrong with the weights; damaged ones are not removed
         return Loaded(server.load())
     if not was_there:
         del weights
@@ -355,7 +355,7 @@ def _report_of_any(entry: mounting.MountEntry) -> dict[str, Any]:
     try:
         status = reports.status(entry.mountpoint)
     except OSError:
-        return {"devices": []}  # it has just been unmounted
+        return {"devices": []}  # the mount has just been unmounted
     return status.details if status.state == "ok" else {"devices": []}
 
 

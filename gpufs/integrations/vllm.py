@@ -28,7 +28,7 @@ def _register_sleep() -> None:
         from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
     except ImportError:
         return
-    with suppress(ValueError):  # it is registered already
+    with suppress(ValueError):  # the name is registered already
         SleepModeBackendFactory.register_backend("gpufs", "gpufs.integrations._vllm_sleep", "GpufsSleepBackend")
 
 
@@ -38,7 +38,7 @@ def _register_transfer() -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
         return
-    with suppress(ValueError):  # it is registered already
+    with suppress(ValueError):  # the name is registered already
         WeightTransferEngineFactory.register_engine(
             "gpufs", "gpufs.integrations._vllm_transfer", "GpufsWeightTransferEngine"
         )

@@ -150,7 +150,7 @@ class ClientLeases:
             except OSError as failure:
                 scope.discard()
                 work = functools.partial(_refuse, failure)
-            else:  # it is a file of ours, so closing it does not hang
+            else:  # the file is ours, so closing it does not hang
                 holder = Holder(self._channel.peer, message.mode, ino=ino, scope=scope)
                 client_lease = self._leases[message.id] = _ClientLease(holder, scope, read_only=not may_write)
                 work = functools.partial(self._attach, message, client_lease, *scope.descriptors)

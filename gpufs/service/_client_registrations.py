@@ -114,7 +114,7 @@ class ClientRegistrations:
     def _release(self, registrations: "list[_ClientRegistration]") -> None:
         for registration in registrations:
             self._record.remove(KeptRegistration, registration.id)
-            if registration.number is not None:  # which may wait for the keeper
+            if registration.number is not None:  # dropping the memory may wait for the keeper
                 drop = functools.partial(self._served.registrations.drop, registration.number)
                 self._channel.user.start(self._channel.user.ends, drop)
             self._served.mount.inode_release(registration.holder.ino)

@@ -245,7 +245,7 @@ class Record:
         self._keeper = keeper
         self._keys = (_CONNECTION_KEYS.start + 2 * number, _CONNECTION_KEYS.start + 2 * number + 1)
         self._sock = sock
-        # One message to the keeper at a time. The event loop never takes it: a keeper that is stopped reads nothing.
+        # One message to the keeper at a time. The event loop never takes this lock: a stopped keeper reads nothing.
         self._sending = threading.Lock()
         self._lock = threading.Lock()  # guards all below
         self._entries: dict[_Key, Entry] = {}
@@ -420,7 +420,7 @@ def _restore_client(
             leases.append((entry, lease))
         elif isinstance(entry, KeptRegistration) and _register_again(mount, registrations, entry, peer):
             registered.append(entry)
-        elif not isinstance(entry, KeptRequest):  # it is lost
+        elif not isinstance(entry, KeptRequest):  # the lease or registration is lost
             del slots[slot]
             os.pwrite(record, b"\0", slot * _SLOT_BYTES)
     return KeptClient(number, sock, peer, leases, registered, unanswered, (socket_fd, record), slots)
@@ -468,7 +468,7 @@ def _register_again(
     try:
         mount.inode_hold(entry.ino)
     except OSError:
-        return False  # it had no name, and no program had it open
+        return False  # the file had no name, and no program had it open
     try:
         registrations.register_again(mount, entry.number, entry.ino, peer.uid)
     except (OSError, OverflowError, msgspec.MsgspecError) as failure:

@@ -241,7 +241,7 @@ class ServedMount:
         """A lease has ended: its file is parked if all others on it sleep."""
         others = [holder for holder, _ in self.holders.leases_on(ended.ino) if holder is not ended]
         if others and all(holder.asleep for holder in others):
-            with contextlib.suppress(OSError):  # it stays where it is
+            with contextlib.suppress(OSError):  # the file stays where it is
                 self.park(ended.ino)
 
     def register(self, holder: Holder, wanted: Register, memory: int, taken: list[int]) -> int | None:

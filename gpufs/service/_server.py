@@ -74,7 +74,7 @@ class Service:
             client.adopt(adopted)
             self._clients.add(client)
             nursery.start_soon(self._serve_client, client)
-            await trio.lowlevel.checkpoint()  # it may have thousands of leases
+            await trio.lowlevel.checkpoint()  # the client may have thousands of leases
         while True:
             try:
                 sock, _ = listener.accept()

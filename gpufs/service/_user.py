@@ -35,7 +35,7 @@ class Limits:
     attachments: int = 4096  # of one connection
     attachments_per_user: int = 16384
     private_share: float = 0.5  # of a device's memory, for private copies of one user except root and the mount's owner
-    threads: int = 4  # that one connection may block on its files
+    threads: int = 4  # how many one connection may block on its files
     threads_per_user: int = 16
     closers_per_user: int = 4  # threads that close what came with a user's messages
     ends_per_user: int = 2  # threads that end the leases and registrations of a user's closed connections

@@ -32,7 +32,7 @@ _LONGEST: Final = timedelta(hours=1)
 class StoreFile:
     """A file of a store."""
 
-    url: Url  # its own
+    url: Url  # of this file alone
     path: str  # its name below what the user has named
     size: int  # in bytes
     etag: str | None  # the store's name for this content, if it checks that name in requests

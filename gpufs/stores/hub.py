@@ -66,7 +66,7 @@ def list_files(url: Url) -> list[StoreFile]:
         store = open_store(at, headers=headers)
         sha256 = entry.lfs.sha256 if entry.lfs is not None else None
         checksum = Checksum("sha256", sha256) if sha256 else Checksum("git", entry.blob_id or "")
-        # Its ETag is that of the server to which the Hub redirects.
+        # No ETag: that of the answer is of the server to which the Hub redirects.
         file = StoreFile(
             of_file,
             entry.rfilename,

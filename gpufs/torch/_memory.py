@@ -32,7 +32,7 @@ class FileMemory:
     """The attached memory of one file. It stays attached until this object and all its tensors are gone."""
 
     def __init__(self, array: DeviceArray) -> None:
-        self.aligned = True  # its contents begin where they should
+        self.aligned = True  # the contents begin where they should
         self.size = array.size
         self.private = array.private
         self.mode = array.mode

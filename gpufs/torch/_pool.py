@@ -143,7 +143,7 @@ def release_unused() -> None:
 def find_pool(tensors: Iterable[torch.Tensor], path: Path) -> PoolMemory | None:
     """Return the pool in which all these tensors are, and whose file can be published under this name."""
     every = list(tensors)
-    if not any(tensor.nbytes for tensor in every):  # they would be in any pool
+    if not any(tensor.nbytes for tensor in every):  # empty tensors would be in any pool
         return None
     for memory in _pools:
         if not memory.published and all(memory.contains(tensor) for tensor in every) and memory.file.can_be_named(path):

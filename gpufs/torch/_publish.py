@@ -180,7 +180,7 @@ def _header(
     if old is not None:
         try:
             return build_header(entries.items(), notes, size=old.first_tensor)
-        except ValueError:  # it is longer
+        except ValueError:  # the header is longer
             return build_header(entries.items(), notes)
     header = build_header(entries.items(), notes)
     if not later_versions:

@@ -182,7 +182,7 @@ class Loading:
     # The open files of programs that know nothing of gpufs. A program may drop one without closing it.
     open_files: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     _ended: bool = True
-    warned: bool = False  # that most is copied
+    warned: bool = False  # the program has been told that most is copied
 
     def touch(self) -> None:
         """Note that the program still loads."""

@@ -47,7 +47,7 @@ class AsyncEngine : public std::enable_shared_from_this<AsyncEngine> {
   // EINVAL: there is no such stream on that device, or on any.
   Result<std::shared_ptr<OperationStream>> register_stream(NativeStream native, int device,
                                                            const StreamPromises& promises);
-  // One that was not registered: found again for as long as it is in use.
+  // A stream that was not registered: found again for as long as it is in use.
   Result<std::shared_ptr<OperationStream>> imply_stream(NativeStream native, int device);
 
   struct Submission {

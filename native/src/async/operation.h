@@ -107,7 +107,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::condition_variable changed_;
   Phase phase_ = Phase::kQueued;
   bool reached_ = false;         // by the stream
-  bool released_early_ = false;  // its outcome is written nowhere any more
+  bool released_early_ = false;  // the outcome is written nowhere any more
   bool cancelled_ = false;
   Status cancel_reason_;          // success: ECANCELED
   std::uint64_t reached_at_ = 0;  // nanoseconds, for its trace; 0: not yet
@@ -186,7 +186,7 @@ class OperationStream {
   [[nodiscard]] bool unused(std::chrono::milliseconds duration) const;
 
  private:
-  // One that was submitted and that the stream has not passed.
+  // An operation that was submitted and that the stream has not passed.
   struct Outstanding {
     std::uint32_t number = 0;  // in the stream
     bool waits = false;        // the device waits for the counter; otherwise the host's call waits

@@ -335,7 +335,7 @@ void BackingOperations::drop_set_id_after_copy(const File& to, const Caller& cal
   const BackingFacts& facts = to->file->facts();
   if (!facts.may_hang) return drop_set_id_unless_kept(to->fd.get(), caller);
   if (caller.keeps_set_id()) return;
-  // Its server may not answer any more: the reply to the copy does not wait for it.
+  // The file's server may not answer any more: the reply to the copy does not wait for it.
   const Executor::Lane lane{Executor::Lane::Kind::kFiles, -1, facts.disk};
   long_requests_.executor().submit(lane, nullptr, 0, [to, caller](int refusal, Cancellation&) {
     if (refusal == 0) drop_set_id(to->fd.get(), caller);

@@ -47,8 +47,8 @@ class BackingOperations {
   void copy_with_buffer(const File& file, const std::shared_ptr<OpenFile>& buffer, bool load, const Request& request,
                         const CopyRequest& copy, Responder responder);
 
-  // Its INTERRUPT has come while a thread serves the request: answers EINTR once its client is being killed. Other
-  // signals end no call on a file whose bytes are under way.
+  // The INTERRUPT of a request has come while a thread serves it: answers EINTR once its client is being killed.
+  // Other signals end no call on a file whose bytes are under way.
   void interrupted(std::uint64_t unique);
 
   [[nodiscard]] BackingTable& files() { return files_; }

@@ -18,7 +18,7 @@ struct Caller {
   [[nodiscard]] bool in_group(std::uint32_t group) const;
   // CAP_FSETID outside of all user namespaces: its changes to a file leave set-id bits.
   [[nodiscard]] bool keeps_set_id() const;
-  // Its changes to a file of this group leave set-gid: it is in the group, or may keep all such bits.
+  // The caller's changes to a file of this group leave set-gid: it is in the group, or may keep all such bits.
   [[nodiscard]] bool keeps_set_gid_of(std::uint32_t group) const { return in_group(group) || keeps_set_id(); }
   // The caller has been killed or is exiting, so the results of its calls do not matter. False if it is not visible.
   [[nodiscard]] bool dying() const;

@@ -353,7 +353,7 @@ bool InodeTable::evict(std::int32_t device, std::uint64_t needed) {
       return true;
     }
     if (soonest >= deadline) return false;
-    std::this_thread::sleep_until(soonest);  // those that came back a moment ago may go then
+    std::this_thread::sleep_until(soonest);  // files that came back a moment ago may go then
   }
 }
 
@@ -402,7 +402,7 @@ Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buf
   const bool is_new = record.created_open != 0 && record.writers_ever == 1 && record.attributes.nlink <= 1;
   const bool fresh = (is_new || again) && !inode->replaced_ && inode->buffer_->size() == 0;
   if (!fresh) return Status(EBUSY, "the file is not one that its opener has just created, empty and for itself alone");
-  buffer->charge().move_to_accounts_of(inode->buffer_->charge());  // whose owner may have changed
+  buffer->charge().move_to_accounts_of(inode->buffer_->charge());  // the file's owner may have changed
   inode->replacement_ = std::move(buffer);
   inode->replaced_.store(true, std::memory_order_release);
   if (again) return {};

@@ -207,7 +207,7 @@ class InodeTable {
   // What restore() knows of the other records when it makes an inode of one.
   struct Known {
     std::map<std::int32_t, std::size_t> devices;    // how many inodes each has
-    std::unordered_set<std::uint64_t> directories;  // that have names
+    std::unordered_set<std::uint64_t> directories;  // those with names in them
   };
   static Restored read(const Records::StoredInode& stored);
   // Restores the slabs of all devices, before any buffer.
@@ -253,7 +253,7 @@ class InodeTable {
 
   struct ForgottenFiles {
     std::vector<std::shared_ptr<Inode>> inodes;
-    bool has_job = false;  // that frees them
+    bool has_job = false;  // a job frees them
   };
   struct Evictable {
     std::uint64_t bytes = 0;

@@ -299,7 +299,7 @@ void Namespace::name_again(NamesWriter& writer, const InodePointer& inode) {
   const std::string name = "lost+" + std::to_string(inode->ino());
   const auto found = root->names_.entries().find(device);
   if (found == root->names_.entries().end()) {
-    if (is_directory(*inode)) writer.attach(*root, device, inode);  // it is the device's own
+    if (is_directory(*inode)) writer.attach(*root, device, inode);  // the directory is the device's own
   } else if (!found->second.inode->names_.entries().contains(name)) {
     log_error("inode ", inode->ino(), " has lost its name: it is ", device, "/", name, " now");
     writer.attach(*found->second.inode, name, inode);

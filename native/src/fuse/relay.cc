@@ -288,7 +288,7 @@ void Relay::receive_loop(std::span<std::byte> buffer) {
     if (got <= 0) break;
     try {
       receive(buffer.first(static_cast<std::size_t>(got)), (header.msg_flags & MSG_TRUNC) != 0);
-    } catch (const std::exception& failure) {  // its responder has answered ENOMEM
+    } catch (const std::exception& failure) {  // the request's responder has answered ENOMEM
       log_warning("a message of the control plane failed: ", failure.what());
     }
   }

@@ -231,7 +231,7 @@ void Transport::serve(Reader& reader, const PayloadMemory& memory, std::size_t b
     if (bytes >= sizeof(fuse_in_header)) static_cast<void>(send(request.header.unique, EIO, {}));
   } else {
     try {
-      handler_->handle(request);  // its responder answers ENOMEM when an exception passes
+      handler_->handle(request);  // the responder answers ENOMEM when an exception passes
     } catch (const std::exception& failure) {
       log_warning("serving ", opcode_name(request.header.opcode), " failed: ", failure.what());
     }

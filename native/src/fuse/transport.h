@@ -58,7 +58,7 @@ class PayloadMemory {
 
   std::byte* base_;
   std::size_t bytes_;
-  std::shared_ptr<HostLocks> locks_;  // which have locked the memory
+  std::shared_ptr<HostLocks> locks_;  // they have locked the memory; null: nothing has
 };
 
 struct TransportOptions {

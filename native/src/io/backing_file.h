@@ -28,7 +28,7 @@ struct BackingFacts {
   // What requests by O_DIRECT are aligned to: offset_align and at least a page, so that buffered and direct writes of
   // one request never share a page.
   std::uint32_t unit = 4096;
-  RefusalMask fastpath_refusals = 0;  // that depend on the file alone
+  RefusalMask fastpath_refusals = 0;  // the reasons that depend on the file alone
 };
 
 class FileOps;  // io/file_io.h

@@ -29,7 +29,7 @@ Status Scheduler::submit(std::shared_ptr<Job> job) {
     entries_.push_back({std::move(job)});
     start_missing_locked();
     if (alive_ == 0) {
-      entries_.pop_back();  // its caller has a reference
+      entries_.pop_back();  // the caller has a reference
       return Status(EAGAIN, "no thread could be started for the transfer");
     }
   }

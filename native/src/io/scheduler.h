@@ -91,7 +91,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
     Clock::time_point waiting_since = Clock::now();  // when it last had no thread
 
     [[nodiscard]] bool finished() const { return running == 0 && job->useful_threads() == 0; }
-    // One that is finished needs a thread to close its file, if that may hang.
+    // A job that is finished needs a thread to close its file, if that may hang.
     [[nodiscard]] int needed_threads() const { return std::max(job->useful_threads(), 1); }
   };
   using Entries = std::list<Entry>;  // the one that got a thread longest ago first

@@ -90,7 +90,7 @@ class TargetMemory {
   int accesses_ = 0;
   bool closed_ = false;
   std::uint64_t allocated_end_ = 0;
-  std::uint64_t largest_step_ = ~std::uint64_t{0};  // that the device has had space for
+  std::uint64_t largest_step_ = ~std::uint64_t{0};  // for which the device has had space
   bool allocating_ = false;
   std::condition_variable allocated_;  // allocating_ became false
 };

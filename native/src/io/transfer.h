@@ -147,7 +147,7 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
   [[nodiscard]] TargetMemory& memory() { return memory_; }
   [[nodiscard]] const StoreFile& store_file() const { return store_file_; }
   [[nodiscard]] const std::atomic<bool>& cancelled() const { return cancelled_; }
-  // That all of its Pipelines use, made for the first one. Fails for lack of a stream or an event.
+  // The batches that all of its Pipelines use, made for the first one. Fails for lack of a stream or an event.
   Result<std::shared_ptr<CopyBatches>> copy_batches();
   // The next chunk, or nothing once there is none or the transfer was cancelled.
   std::optional<Chunk> next_chunk();

@@ -1,12 +1,12 @@
 // The interface of a buffer, the contents of one file: ExtentBuffer owns memory of a device, RegisteredBuffer shows
 // memory of another program.
 // Owned by shared pointers (inode table, open files, transfers); its memory is freed with the last one.
-// Any thread may call any function, except a driver's own threads. Readers wait only
-// while the driver moves a piece of memory that they want. Writers wait for growth, and for calls that take memory
-// away, which wait until nobody uses that memory any more. With Wait::kForbidden read(),
-// write(), gather(), copy_from(), resize() and pins change nothing and return EAGAIN where they would have to wait for
-// others who use the buffer. They do not reclaim memory from other buffers either, so ENOSPC may be premature. EDQUOT:
-// an account to which the memory is charged is at its limit. What is said of ENOSPC below holds for it, too.
+// Any thread may call any function, except a driver's own threads. Readers wait only while the driver moves a piece of
+// memory that they want. Writers wait for growth, and for calls that take memory away, which wait until nobody uses
+// that memory any more. With Wait::kForbidden read(), write(), gather(), copy_from(), resize() and pins change nothing
+// and return EAGAIN where they would have to wait for others who use the buffer. They do not reclaim memory from other
+// buffers either, so ENOSPC may be premature. EDQUOT: an account to which the memory is charged is at its limit. What
+// is said of ENOSPC below holds for it, too.
 #pragma once
 
 #include <sys/uio.h>

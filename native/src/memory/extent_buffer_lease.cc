@@ -114,7 +114,7 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::optional<st
   }
   if (shift_.step != 0) return torn();
   TRY(unpark(Wait::kAllowed));
-  (void)release_unused(TimePoint::max());  // which could not go back later
+  (void)release_unused(TimePoint::max());  // it could not go back later
   const std::uint64_t size = std::min(this->size(), *bytes);
   *bytes = size;
   if (size == 0) return {};

@@ -68,7 +68,7 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
     for (const std::weak_ptr<Buffer>& listed : context_->releases().trimmable()) {
       const std::shared_ptr<Buffer> buffer = listed.lock();
       if (of_our_accounts && buffer != nullptr && !buffer->charge().shares_account(charge())) continue;
-      // One that is gone is releasing all it has.
+      // A buffer that is gone is releasing all it has.
       if (buffer == nullptr || !buffer->trim(kTrimTimeout)) busy = true;
       if (std::chrono::steady_clock::now() >= deadline) break;
     }

@@ -37,7 +37,7 @@ class HostLocks {
 
  public:
   enum class Access { kBoth, kSource };   // kSource: devices only read it; it may be mapped for reading only
-  enum class Owner { kProgram, kMount };  // who it is counted for
+  enum class Owner { kProgram, kMount };  // to whom a lock is counted
   struct Range {
     std::uintptr_t start = 0;
     std::uintptr_t end = 0;

@@ -33,7 +33,7 @@ KeptMemory::KeptMemory(std::shared_ptr<journal::Journal> journal, int keeper, st
     Part part{};
     std::memcpy(&part, value.data(), std::min(value.size(), sizeof part));
     const auto found = descriptors.find(key);
-    if (found == descriptors.end()) return;  // its memory was being released
+    if (found == descriptors.end()) return;  // the memory was being released
     untaken_[part.memory].push_back({part.where, key, std::move(found->second)});
     descriptors.erase(found);
   });

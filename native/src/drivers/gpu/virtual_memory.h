@@ -37,10 +37,10 @@ class PhysicalMemory {
   // address: where the caller is about to map it.
   static Result<std::shared_ptr<PhysicalMemory>> create(std::shared_ptr<GpuDevice> device, std::uint64_t bytes,
                                                         DeviceAddress address, Wait wait, bool wants_zeros);
-  // That of another program, which a descriptor stands for. It counts towards no limit.
+  // Memory of another program, which a descriptor stands for. It counts towards no limit.
   static Result<std::shared_ptr<PhysicalMemory>> import(std::shared_ptr<GpuDevice> device, int descriptor,
                                                         std::uint64_t bytes);
-  // That of a descriptor which the last process has kept under this key.
+  // Memory of a descriptor which the last process has kept under this key.
   static Result<std::shared_ptr<PhysicalMemory>> adopt(std::shared_ptr<GpuDevice> device,
                                                        MemoryKeeper::KeptPiece piece);
   ~PhysicalMemory();

@@ -32,7 +32,7 @@ struct sigaction before;           // the same
 void on_bus_error(int number, siginfo_t* info, void* context) {
   const int saved = errno;
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
-  // One that a process sent (si_code <= 0) has no address.
+  // A signal that a process sent (si_code <= 0) has no address.
   const std::size_t count = info->si_code > 0 ? used.load(std::memory_order_acquire) : 0;
   for (std::size_t i = 0; i < count; ++i) {
     GuardSlot& slot = slots[i];
