@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from gpufs import waiting
 from gpufs._naming import named_in
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.copier import Copier
 from gpufs.copying.entries import kind_of
 from gpufs.copying.totals import Totals
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Fastpath, Outcome
-from gpufs.stores import waiting
 
 
 @named_in("gpufs")

@@ -271,5 +271,5 @@ def _write_some(fd: int, data: memoryview) -> int:
 def _await(fd: int, event: int) -> None:
     poll = select.poll()
     poll.register(fd, event)
-    while not poll.poll(1000):  # in short waits: see gpufs/stores/waiting.py
+    while not poll.poll(1000):  # in short waits: see gpufs/waiting.py
         pass

@@ -13,12 +13,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import InitVar, dataclass
 from functools import partial
 
+from gpufs import waiting
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry, OpenFile
 from gpufs.copying.job import CopyContext, CopyJob
 from gpufs.copying.types import CopyError, CopyProgress, Outcome
-from gpufs.stores import waiting
 from gpufs.syscalls import close_all
 
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Final, TypeAlias
 
+from gpufs import waiting
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.checksums import blocks
@@ -34,13 +35,13 @@ from gpufs.copying.types import (
 )
 from gpufs.copying.walk import Folder, Step, selected, walk_store
 from gpufs.new_file import NewFile
-from gpufs.stores import checksums, finding, urls, waiting
+from gpufs.stores import checksums, finding, urls
 from gpufs.stores.checksums import Checksum
 from gpufs.stores.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of
 from gpufs.stores.files import StoreFile
 from gpufs.stores.upload import upload
-from gpufs.stores.waiting import Workers
 from gpufs.syscalls import close_all
+from gpufs.waiting import Workers
 
 Progress: TypeAlias = Callable[[CopyProgress], None] | None
 

@@ -12,11 +12,12 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import Final
 
-from gpufs.stores import errors, waiting
+from gpufs import waiting
+from gpufs.stores import errors
 from gpufs.stores.errors import StoreError
 from gpufs.stores.files import StoreFile
-from gpufs.stores.waiting import END_SECONDS, Workers
 from gpufs.stores.web import WholeFile
+from gpufs.waiting import END_SECONDS, Workers
 
 PART_BYTES: Final = 16 << 20
 # Each has a connection, and a chunk of about 1 MiB in memory.

@@ -364,7 +364,7 @@ def test_a_limit_of_threads(root: Path, web: WebServer, tmp_path: Path, threads:
     code = f"""#!{sys.executable}
 import threading
 from gpufs.cli import main
-from gpufs.stores.waiting import Workers
+from gpufs.waiting import Workers
 left, start = {threads}, threading.Thread.start
 def limited(thread):
     global left

@@ -1,6 +1,6 @@
-"""Threads that wait for stores, and waits for threads.
+"""Threads for calls that may never return, and waits for threads.
 
-Neither a copy that is cancelled nor the end of the program waits for a store, and a signal ends each wait.
+Neither a copy that is cancelled nor the end of the program waits for such a call, and a signal ends each wait.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
-# Time for calls that are in progress when a copy is cancelled. One whose server is silent keeps its thread for longer.
+# Time for calls that are in progress when a copy is cancelled. A call whose server is silent keeps its thread longer.
 END_SECONDS: Final = 1.0
 # Each wait is as short as this: the main thread does not notice a signal that comes just before it begins to wait.
 _POLL_SECONDS: Final = 0.1
