@@ -34,7 +34,7 @@ _FIRST_SECONDS: Final = 0.25
 _MOST_SECONDS: Final = 8.0
 # About 24 s in all.
 TRIES: Final = 8
-# For the first contact, whose URL may be wrong.
+# For requests that come before any byte: the URL may be wrong.
 FIRST_TRIES: Final = 4
 
 _CREDENTIALS: Final = {
@@ -142,7 +142,7 @@ def missing_package(url: Url, package: str) -> StoreError:
 
 
 def retried(work: Callable[[], _Result]) -> _Result:
-    """Return what ``work``, the first contact with a store, returns. It is called again after transient failures."""
+    """Return what ``work``, one request to a store, returns. It is called again after transient failures."""
     for number in range(1, FIRST_TRIES):
         try:
             return work()

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.stores.checksums import Checksum
-from gpufs.stores.errors import TRIES, StoreError, failure, missing_package
+from gpufs.stores.errors import TRIES, StoreError, failure, missing_package, retried
 from gpufs.stores.urls import Url
 from gpufs.stores.web import WholeFile, authorization
 
@@ -74,8 +74,11 @@ class StoreFile:
         """Remove it from an object store. StoreError if that fails."""
         import obstore
 
-        with translated(self.url):
-            obstore.delete(self.store, self._key)
+        def remove() -> None:
+            with translated(self.url):
+                obstore.delete(self.store, self._key)
+
+        retried(remove)
 
 
 def nanoseconds(time: datetime | None) -> int | None:

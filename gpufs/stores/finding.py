@@ -164,8 +164,11 @@ def _is_there(file: StoreFile) -> bool:
 def _has_files_below(store: ObjectStore, url: Url) -> bool:
     import obstore
 
-    with translated(url):
-        return any(len(batch) > 0 for batch in obstore.list(store, url.key, chunk_size=1))
+    def ask() -> bool:
+        with translated(url):
+            return any(len(batch) > 0 for batch in obstore.list(store, url.key, chunk_size=1))
+
+    return retried(ask)
 
 
 def below(url: Url) -> list[StoreFile]:

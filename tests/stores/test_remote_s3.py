@@ -20,7 +20,7 @@ from support.cli import gpufs, refused
 from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, left, make_model, noise
 from support.mounting import GPUFS, REPOSITORY, GpufsMount, Session
 from support.processes import PATIENCE, shell, wait_until
-from support.stores import PART, S3, Model, s3_server, web_server
+from support.stores import PART, S3, Model, busy_at_first, s3_server, web_server
 
 import gpufs as package
 from gpufs.stores.checksums import Verification, of_etag
@@ -148,6 +148,18 @@ def test_many_empty_objects(root: Path, s3: S3) -> None:
     put(s3, **{f"d/{n}": b"" for n in range(40)}, **{"d/sub/": b"", "d/sub/x": b"x", "d/none/": b""})
     gpufs("cp", "-r", "s3://models/d", root)
     assert left(root / "d") == sorted([*map(str, range(40)), "sub"])
+
+
+def test_a_server_that_is_busy_for_a_moment(root: Path, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request is made again, also the one that removes an object, and the one that asks for a directory."""
+    put(s3, **{"m": b"model", "d/old": b"1"})
+    (root / "source").mkdir()
+    with busy_at_first(s3.environment["AWS_ENDPOINT_URL"]) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        gpufs("cp", "-r", "s3://models/m", root)
+        gpufs("sync", "--delete", root / "source", "s3://models/d")
+    assert (root / "m").read_bytes() == b"model"
+    assert keys(s3) == ["m"]
 
 
 def test_an_archived_object(root: Path, s3: S3) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import http.server
 import json
 import os
@@ -16,7 +17,7 @@ import threading
 import urllib.parse
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -357,6 +358,51 @@ def s3_server(directory: Path) -> Iterator[S3]:
     finally:
         server.kill()
         server.wait()
+
+
+@contextmanager
+def busy_at_first(address: str) -> Iterator[str]:
+    """Run a proxy of an S3 server that refuses the first request of each kind for a path with 503."""
+    target = urllib.parse.urlsplit(address).netloc
+    seen: set[tuple[str, str]] = set()
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = PATIENCE
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def _pass_on(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            kind = (self.command, urllib.parse.urlsplit(self.path).path)
+            if kind not in seen:
+                seen.add(kind)
+                self.send_response(503)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            with closing(http.client.HTTPConnection(target, timeout=PATIENCE)) as connection:
+                connection.request(self.command, self.path, body, dict(self.headers))
+                response = connection.getresponse()
+                answer = response.read()
+            self.send_response_only(response.status)
+            for name, value in response.getheaders():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_HEAD = do_GET = do_PUT = do_POST = do_DELETE = _pass_on
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def is_partition(ranges: list[tuple[int, int]], size: int) -> bool:
