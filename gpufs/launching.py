@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import IO, Any, Final, NoReturn
 
 from gpufs import mounting
@@ -101,38 +101,35 @@ def launch(
     any other exception, the daemon has ended and nothing is mounted. If this process dies, the daemon ends by itself:
     its request or the reader of its answer is missing.
     """
-    answer_end, daemon_end = os.pipe2(os.O_CLOEXEC)
-    passed = {"--answer-fd": daemon_end}
-    if is_journal(2):  # mount(8) run by systemd, for a line of /etc/fstab
-        passed["--log-fd"] = os.dup(2)
-    try:
-        with tempfile.TemporaryFile() as errors:
-            try:
-                process = subprocess.Popen(
-                    [*DAEMON, *(word for name, fd in passed.items() for word in (name, str(fd))), request.mountpoint],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                    cwd="/",
-                    env=_environment(service=service),
-                    pass_fds=tuple(passed.values()),
-                    start_new_session=True,
-                )
-            finally:
-                for fd in passed.values():
-                    os.close(fd)
-            try:
-                assert process.stdin is not None
-                with suppress(BrokenPipeError), process.stdin:  # it has ended; its answer gives the reason
-                    process.stdin.write(request.encode())
-                return process, _answer(process, answer_end, errors, timeout)
-            except BaseException as failure:
-                _end(process)
-                if problem := _unmount_left_over(request.mountpoint):
-                    failure.add_note(problem)
-                raise
-    finally:
-        os.close(answer_end)
+    with tempfile.TemporaryFile() as errors, ExitStack() as opened:
+        answer_end, daemon_end = os.pipe2(os.O_CLOEXEC)
+        opened.callback(os.close, answer_end)
+        with ExitStack() as given:
+            given.callback(os.close, daemon_end)
+            passed = {"--answer-fd": daemon_end}
+            if is_journal(2):  # mount(8) run by systemd, for a line of /etc/fstab
+                passed["--log-fd"] = os.dup(2)
+                given.callback(os.close, passed["--log-fd"])
+            process = subprocess.Popen(
+                [*DAEMON, *(word for name, fd in passed.items() for word in (name, str(fd))), request.mountpoint],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                cwd="/",
+                env=_environment(service=service),
+                pass_fds=tuple(passed.values()),
+                start_new_session=True,
+            )
+        try:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin:  # the daemon has ended; its answer gives the reason
+                process.stdin.write(request.encode())
+            return process, _answer(process, answer_end, errors, timeout)
+        except BaseException as failure:
+            _end(process)
+            if problem := _unmount_left_over(request.mountpoint):
+                failure.add_note(problem)
+            raise
 
 
 def _environment(*, service: bool) -> dict[str, str]:

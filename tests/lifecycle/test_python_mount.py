@@ -81,6 +81,17 @@ def test_wrong_arguments_and_failures_leave_nothing(mountpoint: Path, tmp_path: 
         gpufs.mount(mountpoint, **SMALL)
 
 
+def test_a_start_without_temporary_files_leaves_no_descriptor(
+    mountpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError):
+            gpufs.mount(mountpoint, **SMALL)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_warnings_that_are_errors_leave_nothing(mountpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUFS_MEMROY", "1G")
     with warnings.catch_warnings():
