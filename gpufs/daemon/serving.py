@@ -221,14 +221,13 @@ class Serving:
                 keeper=self.keeper if self.first_obstacle is None else None,
                 kept=self.kept,
                 failed=self.leave_if_it_survives,
-                task_status=self,
+                started=self._service_started,
             )
         finally:
             self.service = None
 
-    def started(self, value: Service | None = None) -> None:
-        """Take the service, once clients can connect; trio calls it for ``task_status``."""
-        self.service = value
+    def _service_started(self, running: Service) -> None:
+        self.service = running
 
     async def _answer_launcher(self) -> None:
         try:

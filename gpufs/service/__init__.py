@@ -1,6 +1,6 @@
 """The daemon's service: a Unix socket for clients that copy, attach or register memory, or set limits.
 
-Runs in the daemon's trio loop: :func:`serve` is started in its nursery. Nothing here opens a path for a client; what a
+Runs in the daemon's trio loop, as a task that calls :func:`serve`. Nothing here opens a path for a client; what a
 client may read and write is what the kernel let it open. docs/protocol.md has the protocol and the rules.
 """
 

@@ -16,9 +16,9 @@ import resource
 import socket
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -27,7 +27,6 @@ from gpufs.engine import Lease, Mount, SharedPiece
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import MAX_MEMORY_PIECES, Cancel, ClientMessage, ProtocolError, Register, Request, ShareKind
 from gpufs.service._channel import ClientProcess, peer_of
-from gpufs.service._scope import Keeping
 from gpufs.syscalls import close_all, trusted
 
 log = logging.getLogger(__name__)
@@ -43,6 +42,14 @@ _MOST_DESCRIPTORS: Final = 1 << 14
 _PART_OF_DESCRIPTORS: Final = 8
 _SLOT_BYTES: Final = 4096  # of an entry. A page is written as a whole or not at all, wherever the daemon dies
 _PATH_CHARACTERS: Final = 500
+
+
+class Keeping(Protocol):
+    """The keeper of descriptors for the next daemon."""
+
+    def hold(self, descriptors: Mapping[int, int]) -> None: ...
+
+    def drop(self, keys: Iterable[int]) -> None: ...
 
 
 # ---- the memory of registrations ----

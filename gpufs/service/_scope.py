@@ -9,7 +9,7 @@ import errno
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import trio
@@ -27,14 +27,6 @@ class Closable(Protocol):
 
 
 Held = TypeVar("Held", bound=Closable)
-
-
-class Keeping(Protocol):
-    """The keeper of descriptors for the next daemon."""
-
-    def hold(self, descriptors: Mapping[int, int]) -> None: ...
-
-    def drop(self, keys: Iterable[int]) -> None: ...
 
 
 class Descriptor:
@@ -68,7 +60,7 @@ class RequestScope:
         Those that came with the message, in order.
     """
 
-    def __init__(self, user: User, may_hang: trio.CapacityLimiter | None = None) -> None:
+    def __init__(self, user: User, may_hang: trio.CapacityLimiter) -> None:
         """``may_hang``: limits the threads of the connection that files of the client may block."""
         self.descriptors: list[Descriptor] = []
         self._user = user

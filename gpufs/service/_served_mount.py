@@ -15,8 +15,8 @@ from gpufs.modes import COPY_ON_WRITE
 from gpufs.protocol import Register, receive_pieces
 from gpufs.service import _checks
 from gpufs.service._channel import ClientProcess
-from gpufs.service._kept import KeptRegistrations, RegisteredMemory
-from gpufs.service._scope import Keeping, RequestScope
+from gpufs.service._kept import Keeping, KeptRegistrations, RegisteredMemory
+from gpufs.service._scope import RequestScope
 from gpufs.service._user import Limits
 from gpufs.syscalls import trusted
 from gpufs.units import bytes_text
@@ -24,6 +24,7 @@ from gpufs.units import bytes_text
 # A write through the mount waits as long for the memory of files that have just been removed.
 SPACE_SECONDS: Final = 3.0
 REGISTERED: Final = "registered"  # the mode of a registration
+_NAMED: Final = 3  # files in a message about a full device
 
 
 @dataclass(eq=False, slots=True)
@@ -117,7 +118,7 @@ class HolderTable:
         with self._lock:
             return [holder for holder in self._holders if holder.asleep and holder.path == path]
 
-    def largest(self, device: int, mount: Mount, most: int = 3) -> list[str]:
+    def largest(self, device: int, mount: Mount) -> list[str]:
         """The files on a device that programs use awake and the programs, as texts, those with the most bytes first."""
         with self._lock:
             awake = [holder for holder in self._holders if not holder.asleep]
@@ -126,7 +127,7 @@ class HolderTable:
             with contextlib.suppress(OSError):
                 if holder.ino not in found and mount.inode_get(holder.ino).device == device:
                     found[holder.ino] = holder
-        return [f"{each.path} {bytes_text(each.bytes)} by {each.peer}" for each in list(found.values())[:most]]
+        return [f"{each.path} {bytes_text(each.bytes)} by {each.peer}" for each in list(found.values())[:_NAMED]]
 
     def as_list(self, uid: int) -> list[dict[str, Any]]:
         """Return those that a user may see, oldest first: root and the mount's owner see all, others their own."""

@@ -16,9 +16,8 @@ from gpufs import protocol
 from gpufs.engine import Mount
 from gpufs.service._channel import peer_of
 from gpufs.service._client import ClientConnection
-from gpufs.service._kept import Kept, KeptClient
+from gpufs.service._kept import Keeping, Kept, KeptClient
 from gpufs.service._parking import Parking
-from gpufs.service._scope import Keeping
 from gpufs.service._served_mount import HolderTable, ServedMount
 from gpufs.service._user import Limits, Users
 from gpufs.syscalls import trusted
@@ -34,7 +33,7 @@ _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Service:
-    """A running service; :func:`serve` hands it out. Only the trio thread uses it."""
+    """A running service; :func:`serve` passes it to ``started``. Only the trio thread uses it."""
 
     def __init__(self, served: ServedMount) -> None:
         self._served = served
@@ -205,22 +204,22 @@ async def serve(
     *,
     path: str,
     st_dev: int,
-    allow_other: bool = False,
+    allow_other: bool,
+    trust_readers: bool,
     kept: Kept,
-    trust_readers: bool = False,
-    keeper: Keeping | None = None,
+    keeper: Keeping | None,
+    started: Callable[[Service], None],
     failed: Callable[[], None],
-    task_status: trio.TaskStatus[Service] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve copies and leases for a mount until cancelled; hands out its :class:`Service` through ``nursery.start``.
+    """Serve copies and leases for a mount until cancelled.
 
     The mount must stay open until this returns. ``path``: where the socket is created, at most 107 bytes, for its owner
     alone or with ``allow_other`` for everybody. ``st_dev``: the mount's device number, found without asking the mount.
-    ``kept``: from restore(); the clients there are taken over. ``failed``: called while an error of the service itself
-    is handled, before its clients' leases end. ``set_limit``, ``trust_readers``, ``keeper``:
-    see :class:`ServedMount`. When this is cancelled, copies in progress are cancelled, their clients get results, and
-    their files have the size that was really copied; that takes a few seconds at most. OSError if the socket cannot be
-    created.
+    ``kept``: from restore(); the clients there are taken over. ``started``: called once clients can connect.
+    ``failed``: called while an error of the service itself is handled, before its clients' leases end. ``set_limit``,
+    ``trust_readers``, ``keeper``: see :class:`ServedMount`. When this is cancelled, copies in progress are cancelled,
+    their clients get results, and their files have the size that was really copied; that takes a few seconds at most.
+    OSError if the socket cannot be created.
     """
     limits = Limits()
     holders = HolderTable(limits)
@@ -229,7 +228,7 @@ async def serve(
     with _listen(path, allow_other=allow_other) as listener:
         created = os.lstat(path)
         try:
-            task_status.started(service)
+            started(service)
             await service._run(listener, kept.clients, failed)
         finally:
             # Another daemon may have taken the name by now.
