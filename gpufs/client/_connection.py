@@ -159,13 +159,12 @@ class Connection(Closing):
 
     def close(self) -> None:
         """End the connection; the daemon cancels and releases what is on it."""
-        self.is_lost = True
+        self._lose()
         self._sock.close()
 
     def forget(self) -> None:
         """In a forked child: the connection and what is on it are the parent's."""
-        self._sock.close()
-        self._lose()
+        self.close()
         self._pending.clear()
         self._lock = threading.Lock()  # a thread of the parent's may hold the old one
 
