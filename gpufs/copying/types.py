@@ -200,10 +200,11 @@ class CopyResult(NamedTuple):
         How long it took.
     method : str
         "transfer" (by the mount's daemon), "kernel" (copy_file_range inside the mount), "mount" (read and written
-        through the mount) or "node" (from or to another machine).
+        through the mount), "remote" (from or to a URL) or "node" (from or to another machine).
     paths : dict of str to int
-        Bytes by "fastpath", "fallback", "kernel", "mount", "pipe", "nixl", and "direct" (NIXL without buffers); "hole"
-        counts holes, which stay holes and are not moved.
+        Bytes by "fastpath", "fallback", "kernel", "mount", "remote", "pipe", "nixl", and "direct" (NIXL without
+        buffers); "kept" counts what an earlier copy of a URL had stored, and "hole" holes, which stay holes: neither is
+        moved.
     refusals : tuple of str
         Why the fastpath did not move all bytes.
     sha256 : str or None
