@@ -30,9 +30,7 @@ MAX_MEMORY_PIECES: Final = 1024  # of one registration
 MAX_TEXT: Final = 1024  # characters of a text in a message
 MAX_OFFSET: Final = (1 << 63) - 1
 
-Direction: TypeAlias = Literal["load", "store"]
-LOAD: Final = "load"  # from the host's file into the buffer
-STORE: Final = "store"  # from the buffer into the host's file
+Direction: TypeAlias = Literal["load", "store"]  # from the host's file into the buffer, or back
 Fastpath: TypeAlias = Literal["auto", "off", "require"]
 Sync: TypeAlias = Literal["none", "data", "full"]
 # How a client passes on its memory: a file in memory, descriptors of a GPU's physical memory, the vendor's handle.

@@ -15,6 +15,7 @@ from gpufs.cli._output import Failure, user_name
 
 # The seconds between checks whether a process has only threads left that cannot end.
 _ZOMBIE_SECONDS: Final = 0.2
+_NAMED: Final = 5  # what keeps a mount busy, in a message
 
 
 def absolute(path: str) -> str:
@@ -259,13 +260,13 @@ def _program(pid: int) -> str:
         return file.read().strip()
 
 
-def users(mountpoint: str, most: int = 5) -> list[str]:
+def users(mountpoint: str) -> list[str]:
     """Return what keeps a mount busy and is visible to us: mounts below it, and other processes as "name (pid)"."""
     prefix = mountpoint.rstrip("/") + "/"
     below = (entry.mountpoint for entry in mounting.listed() if entry.mountpoint.startswith(prefix))
-    holders = [f"what is mounted at {path}" for path in below][:most]
+    holders = [f"what is mounted at {path}" for path in below][:_NAMED]
     for pid in _processes():
-        if len(holders) == most or pid == os.getpid():
+        if len(holders) == _NAMED or pid == os.getpid():
             continue
         links = [f"/proc/{pid}/cwd", f"/proc/{pid}/root", f"/proc/{pid}/exe"]
         try:

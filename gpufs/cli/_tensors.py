@@ -151,7 +151,7 @@ def _registered_files(folder: str) -> list[str]:
 class TensorFiles:
     """The open files of one name on the command line: one, those of a checkpoint, or those of registered tensors."""
 
-    def __init__(self, path: str, given: GivenType | None = None) -> None:
+    def __init__(self, path: str, given: GivenType | None) -> None:
         """Open the files. FormatError if a header or an index is damaged, or ``given`` does not fit; OSError."""
         self.path = path
         self.kind: Format | None = None  # of a file whose tensors are not known

@@ -116,7 +116,7 @@ def load(
     return settings
 
 
-def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+def unknown_variables() -> list[str]:
     """Return a line for each unknown variable of the environment that begins as a knob's does, with a suggestion."""
     known = [
         CONFIG_VARIABLE,
@@ -126,7 +126,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     ]
     return [
         f"the environment variable {name} is unknown and has no effect{suggestion(name, known)}"
-        for name in environ
+        for name in os.environ
         if name.startswith("GPUFS_") and name not in known
     ]
 

@@ -154,8 +154,8 @@ class Copier(Closing):
         source: Entry | StoreFile,
         ends: Sequence[Entry | Url],
         *,
-        progress: Progress = None,
-        cancel: Cancellation | None = None,
+        progress: Progress,
+        cancel: Cancellation,
     ) -> list[Outcome]:
         """Copy a file, of this machine or of a store, to each of its destinations by the fastest way that they have."""
         names = [end for end in ends if isinstance(end, Entry)]
@@ -163,13 +163,13 @@ class Copier(Closing):
             if not isinstance(source, Entry) and source.cached is not None:
                 source = Entry(source.url.shown, source.cached)
             if not isinstance(source, Entry):
-                return self._stores().download(source, names, progress, cancel or Cancellation())
+                return self._stores().download(source, names, progress, cancel)
             if len(names) > 1:
                 return self.copy_to_each(source, names, progress=progress, cancel=cancel)
             if names:
                 return [self.copy_entry(source, names[0], progress=progress, cancel=cancel)]
             urls = [end for end in ends if not isinstance(end, Entry)]
-            return [self._stores().upload(source, url, progress, cancel or Cancellation()) for url in urls]
+            return [self._stores().upload(source, url, progress, cancel) for url in urls]
         except CopyError as error:
             return [error]
 

@@ -64,8 +64,8 @@ class FileCopier(Protocol):
         source: Entry | StoreFile,
         ends: Sequence[Entry | Url],
         *,
-        progress: Callable[[CopyProgress], None] | None = None,
-        cancel: Cancellation | None = None,
+        progress: Callable[[CopyProgress], None] | None,
+        cancel: Cancellation,
     ) -> list[Outcome]:
         """Copy a file to each of its destinations."""
 

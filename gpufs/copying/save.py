@@ -208,8 +208,8 @@ class Save:
         source: Entry | StoreFile,
         ends: Sequence[Entry | Url],
         *,
-        progress: Callable[[CopyProgress], None] | None = None,
-        cancel: Cancellation | None = None,
+        progress: Callable[[CopyProgress], None] | None,
+        cancel: Cancellation,
     ) -> list[Outcome]:
         """Save one file."""
         (end,) = ends

@@ -20,6 +20,7 @@ from gpufs.csi.volumes import Model, Volume
 
 _VERSION: Final = 1
 _KEY_BYTES: Final = 32
+_LOCK_SECONDS: Final = 30.0
 
 
 class _Saved(msgspec.Struct):
@@ -38,14 +39,14 @@ class State:
         Of this node, for the identity of secrets.
     """
 
-    def __init__(self, directory: str, *, wait: float = 30.0) -> None:
+    def __init__(self, directory: str) -> None:
         """Read it. OSError if it cannot be used: EBUSY while another plug-in has it."""
         self.directory = os.path.realpath(directory)
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         os.chmod(self.directory, 0o700)
         self._fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._lock_directory(time.monotonic() + wait)
+            self._lock_directory()
             self.key = self._read_key()
             self._saved = self._read()
         except BaseException:
@@ -53,8 +54,9 @@ class State:
             raise
         self._lock = threading.Lock()  # guards _saved
 
-    def _lock_directory(self, deadline: float) -> None:
+    def _lock_directory(self) -> None:
         """Wait until a plug-in that is ending has ended."""
+        deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -91,7 +91,7 @@ def _place_names(
     *,
     uid: int,
     gid: int,
-    device_mode: int = 0o755,
+    device_mode: int,
     readme: bytes,
     control_files: Mapping[str, Callable[[int], Content]],
 ) -> dict[int, ControlFile]:

@@ -18,9 +18,7 @@ from gpufs.units import bytes_text
 _GIB: Final = float(1 << 30)
 
 
-def open_engine(
-    values: dict[str, Any], statistics_path: str, *, again: bool = False
-) -> tuple[engine.Engine, list[str]]:
+def open_engine(values: dict[str, Any], statistics_path: str, *, again: bool) -> tuple[engine.Engine, list[str]]:
     """Return the engine for the values of the knobs, and notes for the user. StartFailure if no driver can be used.
 
     The driver ``auto`` takes host memory only if the machine has no GPU and none is asked for by name. ``again``: for a

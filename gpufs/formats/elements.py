@@ -202,7 +202,7 @@ class Difference:
         return Difference(self.elements + other.elements, largest, min(first, default=None))
 
 
-def compare(dtype: str, bits: int, ours: Block, theirs: Block, start: int = 0) -> Difference:
+def compare(dtype: str, bits: int, ours: Block, theirs: Block, start: int) -> Difference:
     """Return the difference of two blocks of equal size. ``start``: the number of the first element."""
     different = codes(bits, ours) != codes(bits, theirs)
     count = int(np.count_nonzero(different))

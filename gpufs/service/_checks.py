@@ -13,7 +13,6 @@ from errno import EBADF, EDEADLK, EINVAL, EISDIR, ENOSYS, ENOTDIR, EPERM, EXDEV
 from typing import Final
 
 from gpufs.modes import READ_WRITE
-from gpufs.protocol import LOAD
 from gpufs.service._scope import Descriptor
 from gpufs.syscalls import FileIdentity, file_system_type, identity, open_flags, trusted
 
@@ -96,7 +95,7 @@ def check_copy(direction: str, host_fd: int, mount_fd: int, st_dev: int) -> tupl
     EXDEV when the other is not, EINVAL or EISDIR for what is neither a regular file nor, on the host's side, a block
     device.
     """
-    load = direction == LOAD
+    load = direction == "load"
     _check_mode(host_fd, write=not load, what="the host's file")
     _check_mode(mount_fd, write=load, what="the file on the mount")
     host = identity(host_fd)

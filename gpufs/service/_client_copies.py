@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from gpufs import protocol
 from gpufs.engine import BackingFile, Transfer
-from gpufs.protocol import LOAD, Copy, ProtocolError, Result
+from gpufs.protocol import Copy, ProtocolError, Result
 from gpufs.service import _checks
 from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import Record
@@ -129,7 +129,7 @@ class ClientCopies:
 
     def _shown(self, task: _CopyTask) -> dict[str, Any]:
         total, moved = task.progress()
-        source, destination = task.paths if task.copy.direction == LOAD else reversed(task.paths)
+        source, destination = task.paths if task.copy.direction == "load" else reversed(task.paths)
         return {
             "direction": task.copy.direction,
             "source": source,
@@ -225,7 +225,7 @@ class ClientCopies:
         if _checks.check_file_system(host.fd):
             client = _SERVER_BIT | on_host.st_dev
         status = os.fstat(host.fd)
-        if copy.direction == LOAD:
+        if copy.direction == "load":
             served.mount.inode_written(on_mount.ino)
             wanted = status.st_size - copy.host_offset
             wanted = max(0, wanted if copy.size is None else min(wanted, copy.size))
@@ -276,7 +276,7 @@ class ClientCopies:
         failure: OSError | None = transfer.failure()
 
         def settle() -> None:
-            if copy.direction == LOAD:
+            if copy.direction == "load":
                 self._served.mount.inode_written(task.ino)
                 return
             _drop_set_id(host.fd)

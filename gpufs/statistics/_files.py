@@ -9,7 +9,7 @@ import re
 import stat
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from errno import EINVAL, ENOENT, EPERM
 from pathlib import Path
@@ -40,12 +40,12 @@ def device_of(name: str) -> str | None:
     return f"{match[1]}:{match[2]}" if match else None
 
 
-def folders(uid: int, environ: Mapping[str, str] = os.environ) -> list[Path]:
+def folders(uid: int) -> list[Path]:
     """Return the directories in which the files of a user's mounts may be."""
     if uid == 0:
         return [Path("/run/gpufs"), *temporary_folders(uid)]
     places = [Path(f"/run/user/{uid}/gpufs"), *temporary_folders(uid)]
-    own = environ.get("XDG_RUNTIME_DIR")
+    own = os.environ.get("XDG_RUNTIME_DIR")
     if own and Path(own) / "gpufs" not in places:
         places.insert(0, Path(own) / "gpufs")
     return places

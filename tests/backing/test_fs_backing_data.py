@@ -82,8 +82,8 @@ def working(mount: GpufsMount) -> int:
     return int(gauges["requests_running"] + gauges["requests_queued"])
 
 
-def grown(after: dict[str, Any], before: dict[str, Any], path: str, key: str = "bytes") -> int:
-    return int(after[path][key]) - int(before[path][key])
+def grown(after: dict[str, Any], before: dict[str, Any], path: str) -> int:
+    return int(after[path]["bytes"]) - int(before[path]["bytes"])
 
 
 def copy(source: Path, target: Path, count: int, source_at: int = 0, target_at: int = 0) -> int:

@@ -30,8 +30,8 @@ def file(root: Path) -> Path:
     return root / "file"
 
 
-def open_new(path: Path, flags: int = 0) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o644)
+def open_new(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
 
 
 def test_other_allocation_modes_are_refused(file: Path) -> None:

@@ -30,7 +30,7 @@ def counted(found: dict[str, Any], backend: str, flow: str, device: int = 0) -> 
     return value
 
 
-def settled(mount: GpufsMount, moved: int, device: int = 0) -> dict[str, Any]:
+def settled(mount: GpufsMount, moved: int) -> dict[str, Any]:
     """The counters once so many bytes have been written and read through the mount, and all that is about them is in.
 
     An operation is counted number by number, when its reply has gone: a moment after the caller has it.
@@ -39,7 +39,7 @@ def settled(mount: GpufsMount, moved: int, device: int = 0) -> dict[str, Any]:
     def whole() -> dict[str, Any] | None:
         found = mount.stats()
         for flow in ("in", "out"):
-            counts = counted(found, "mount", flow, device)
+            counts = counted(found, "mount", flow)
             sums = [sum(number for _, number in counts[name]) for name in ("sizes", "times")]
             if counts["bytes"] != moved or counts["in_flight"] != 0 or sums != [counts["operations"]] * 2:
                 return None

@@ -102,10 +102,10 @@ def test_registered_memory_counts_as_memory(mount: Mounter) -> None:
 # ---- small files share slabs ----
 
 
-def fill_with_small_files(folder: Path, size: int, most: int = 1 << 20) -> int:
+def fill_with_small_files(folder: Path, size: int) -> int:
     """Makes files of so many bytes until the device or the user's limit is full. How many there are."""
     made = 0
-    while made < most:
+    while True:
         path = folder / f"{size}-{made}"
         fd = os.open(path, os.O_CREAT | os.O_WRONLY)
         code = errno_of(os.pwrite, fd, made.to_bytes(8, "little") * (size // 8), 0)
@@ -113,9 +113,8 @@ def fill_with_small_files(folder: Path, size: int, most: int = 1 << 20) -> int:
         if code:
             assert code in REFUSED
             path.unlink()
-            break
+            return made
         made += 1
-    return made
 
 
 def free_bytes(mount: GpufsMount) -> int:

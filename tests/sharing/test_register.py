@@ -639,7 +639,7 @@ def test_memory_that_a_copy_uses_stays_allocated(root: Path, shared_mount: Gpufs
         def store() -> None:
             with connection(shared_mount.path) as client:
                 descriptors = copy.fileno(), live.fileno()
-                client.copy(protocol.STORE, *descriptors, interval=0.02, progress=lambda _: begun.set())
+                client.copy("store", *descriptors, interval=0.02, progress=lambda _: begun.set())
 
         copying = threading.Thread(target=store)
         run("fsfreeze", "--freeze", disk)  # writing to it waits

@@ -43,8 +43,8 @@ CONTENT = noise(300 * KIB)  # memory of its own
 
 
 @contextlib.contextmanager
-def attacking(attack: Attack, uid: int = NOBODY) -> Iterator[None]:
-    """Runs attack(ready) as a user in a child process; the block begins when it has called ready().
+def attacking(attack: Attack) -> Iterator[None]:
+    """Runs attack(ready) as nobody in a child process; the block begins when it has called ready().
 
     If attack() returns, the child keeps what it has. At the end of the block the child is killed, and all that it has
     started in its process group.
@@ -56,8 +56,8 @@ def attacking(attack: Attack, uid: int = NOBODY) -> Iterator[None]:
             os.setpgid(0, 0)
             os.close(receive)
             os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
 
             def ready() -> None:
                 os.write(send, b"1")

@@ -155,7 +155,7 @@ class Kubelet:
         """What is mounted below the kubelet's directory."""
         return [entry.mountpoint for entry in listed() if entry.mountpoint.startswith(f"{self.directory}/")]
 
-    def until(self, action: Any, seconds: float = 60.0) -> Any:
+    def until(self, action: Any) -> Any:
         """Do as the kubelet, which repeats what fails for a reason that may pass."""
         result = None
 
@@ -169,7 +169,7 @@ class Kubelet:
                 return False
             return True
 
-        wait_until(tried, seconds, "a call that succeeds")
+        wait_until(tried, 60, "a call that succeeds")
         return result
 
     def __enter__(self) -> Kubelet:

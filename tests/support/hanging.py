@@ -37,8 +37,8 @@ def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: It
     """Answers requests for one file of zeros; READ from offset `good` on and the `hanging` operations not before
     something comes on standard input.
 
-    failure: READ from `good` on fails with this errno instead. delay: seconds that each READ takes. What is in
-    `hanging` with a minus is refused with ENOSYS. What is written is forgotten.
+    failure: READ from `good` on fails with this errno instead. delay: seconds that each READ takes. What is written is
+    forgotten.
     """
     buffer_bytes = (1 << 20) + 4096
     hang = set(hanging)
@@ -53,9 +53,7 @@ def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: It
             kept.append(request)
             return
         error, answer = 0, b""
-        if -operation in hang:
-            error = -errno.ENOSYS
-        elif operation == _INIT:
+        if operation == _INIT:
             answer = struct.pack("=4I2H2I2HI7I", 7, 31, 1 << 17, 0, 12, 9, 1 << 17, 1, 0, 0, 0, *(0,) * 7)
         elif operation == _LOOKUP:
             if body.rstrip(b"\0") == b"file":
@@ -94,7 +92,7 @@ def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: It
     while True:
         if sys.stdin.fileno() in dict(waiting.poll()):
             waiting.unregister(sys.stdin)
-            hang = {operation for operation in hang if operation < 0}
+            hang.clear()
             for request in kept:
                 answer_to(request)
         try:
@@ -110,7 +108,6 @@ class HangingMount:
     """path/file has `size` zeros, of which the first `good` can be read; `operations` are not answered until resume().
 
     failure: what reads beyond fail with, instead of hanging. delay: seconds that each read of up to 128 KiB takes.
-    lacking: operations that the server does not know.
     release() ends the server: everything that waits fails with ENOTCONN.
     """
 
@@ -122,7 +119,6 @@ class HangingMount:
         *,
         failure: int = 0,
         delay: float = 0,
-        lacking: Iterable[str] = (),
     ) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="gpufs-client-", dir="/tmp"))
         fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
@@ -131,7 +127,7 @@ class HangingMount:
         try:
             if libc.mount(b"hanging", os.fsencode(self.path), b"fuse", 0, options):
                 raise OSError(ctypes.get_errno(), "mount")
-            numbers = [str(OPERATIONS[name]) for name in operations] + [f"-{OPERATIONS[name]}" for name in lacking]
+            numbers = [str(OPERATIONS[name]) for name in operations]
             self._server = subprocess.Popen(
                 [sys.executable, __file__, str(fd), str(size), str(good), str(failure), str(delay), *numbers],
                 pass_fds=(fd,),

@@ -138,10 +138,11 @@ def make_model(folder: Path, seed: int, width: int = 512, layers: int = 6, shard
     return _write(transformers.Qwen3ForCausalLM, config, folder, seed, shards)
 
 
-def make_experts(folder: Path, seed: int, width: int = 512) -> int:
+def make_experts(folder: Path, seed: int) -> int:
     """Writes a small random mixture of 8 experts, of which each token has 2."""
     import transformers
 
+    width = 512
     config = transformers.Qwen3MoeConfig(
         **_form(width, layers=4),
         intermediate_size=width,
