@@ -107,7 +107,9 @@ class Releases {
   std::uint64_t count_ = 0;
   std::list<std::function<void()>> listeners_;
 
-  std::mutex evictor_mutex_;  // guards evictor_; held while a file is moved: one at a time
+  // Guards evictor_; held while a file is moved: one at a time. The host tier's is a leaf, since nothing is moved from
+  // there. Order of locks: docs/design/requests.md#locks
+  std::mutex evictor_mutex_;
   std::function<bool(std::uint64_t)> evictor_;
 };
 
