@@ -198,6 +198,24 @@ TYPED_TEST(VendorFiles, WhereItAloneIsAllowedTheRestStaysUnmoved) {
   }
 }
 
+TYPED_TEST(VendorFiles, HolesBeforeAFailureAreNoneOfTheBytesOfTheRest) {
+  this->io_options_.chunk_bytes = 4 * kGranule;
+  START_OR_SKIP(std::vector<std::byte>(1));
+  FastpathRig& rig = *this->rig_;
+  auto data = pattern(3 * kGranule, 15);
+  rig.fill_buffer(data);
+  ASSERT_OK(rig.buffer->punch(0, 2 * kGranule));
+  std::fill_n(data.begin(), 2 * kGranule, std::byte{0});
+  this->plan(ENODEV, 0);
+  const TransferProgress done = rig.finish(rig.store());
+  ASSERT_TRUE(done.status.ok()) << done.status.message();
+  EXPECT_EQ(done.hole_bytes, 2 * kGranule);
+  EXPECT_EQ(done.path_bytes[1], kGranule);
+  EXPECT_EQ(rig.counted(Direction::kStore, Path::kFastpath, &observe::Block::bytes), 0U);
+  EXPECT_EQ(rig.counted(Direction::kStore, Path::kFallback, &observe::Block::bytes), kGranule);
+  EXPECT_TRUE(rig.file_contents() == data);
+}
+
 // ---- what it is not for ----
 
 TYPED_TEST(VendorFiles, WithoutTheVendorsPartOfTheKernelItIsRefused) {

@@ -242,12 +242,13 @@ void Pipeline::begin_path(Work& work, Path path) const {
   work.chunk.path = path;
   work.path_start = observe::now_ns();
   work.done_before = work.done;
+  work.skipped_before = work.skipped;
   facts_.counters.begin(backend_of(path), facts_.flow);
 }
 
 void Pipeline::end_path(const Work& work, bool failed) const {
   const observe::Backend backend = backend_of(work.chunk.path);
-  const std::uint64_t moved = work.done - work.done_before - work.skipped;
+  const std::uint64_t moved = work.done - work.done_before - (work.skipped - work.skipped_before);
   facts_.counters.end(backend, facts_.flow, moved, failed, observe::now_ns() - work.path_start);
   memory_.note(backend, facts_.flow, moved);
 }

@@ -29,10 +29,11 @@ class Pipeline {
   void run(const Scheduler::Turn& turn);
 
  private:
-  // A chunk, and for the counters of its path when that began, with how much moved already.
+  // A chunk, and for the counters of its path when that began, with how much was moved and skipped already.
   struct Work : ChunkProgress {
     std::uint64_t path_start = 0;
     std::uint64_t done_before = 0;
+    std::uint64_t skipped_before = 0;
 
     [[nodiscard]] std::uint64_t rest() const { return chunk.bytes - done; }
     void count(Path path, std::uint64_t bytes) { path_bytes[static_cast<std::size_t>(path)] += bytes; }
