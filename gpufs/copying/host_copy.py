@@ -17,9 +17,9 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_receive import Receiver
+from gpufs.copying.host_reports import Noted, Outcomes, Reports, Shown, Silent, Sink, outcome_of, show
 from gpufs.copying.host_send import Sender, Sent
 from gpufs.copying.job import CopyContext
-from gpufs.copying.reports import Noted, Outcomes, Reports, Shown, Silent, Sink, outcome_of, show
 from gpufs.copying.types import (
     STREAM,
     CopyError,

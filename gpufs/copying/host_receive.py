@@ -20,8 +20,8 @@ from gpufs.copying.comparison import has_checksum
 from gpufs.copying.deletion import delete_others
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place
+from gpufs.copying.host_reports import Sink
 from gpufs.copying.job import CopyContext
-from gpufs.copying.reports import Sink
 from gpufs.copying.tree import Directory, exists, file_is_current, make_special
 from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, TreeOptions, error_class
 from gpufs.exceptions import text_of
