@@ -8,7 +8,7 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from gpufs._naming import named_in
 from gpufs.client._cancellation import Cancellation
@@ -19,11 +19,11 @@ from gpufs.copying.types import (
     STREAM,
     CopyError,
     CopyOptions,
-    CopyProgress,
     CopyResult,
     Fastpath,
     NotOnMountCopyError,
     Outcome,
+    Progress,
 )
 from gpufs.syscalls import Closing
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from gpufs.copying.store_copy import StoreCopies
     from gpufs.stores.files import StoreFile
     from gpufs.stores.urls import Url
-
-Progress: TypeAlias = Callable[[CopyProgress], None] | None
 
 
 @named_in("gpufs.client")

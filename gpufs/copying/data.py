@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Final
 from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import IdleConnections
 from gpufs.copying import entries
-from gpufs.copying.types import CopyOptions, CopyProgress
+from gpufs.copying.types import CopyOptions, CopyProgress, Progress
 from gpufs.exceptions import with_user_names
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import path_of
 
 if TYPE_CHECKING:
-    from gpufs.protocol import Progress
+    from gpufs import protocol
 
 _STREAM_BYTES: Final = 4 << 20
 _PROGRESS_SECONDS: Final = 0.1
@@ -55,7 +55,7 @@ class DataCopy:
         source_fd: int,
         destination_fd: int,
         total: int,
-        progress: Callable[[CopyProgress], None] | None,
+        progress: Progress,
         cancel: Cancellation | None,
     ) -> None:
         self.source_fd = source_fd
@@ -84,7 +84,7 @@ class DataCopy:
             return False
         fds = (self.source_fd, self.destination_fd) if load else (self.destination_fd, self.source_fd)
 
-        def report(progress: Progress) -> None:
+        def report(progress: protocol.Progress) -> None:
             self.total = max(self.total, progress.total)
             if self._progress is not None:
                 self._progress(CopyProgress(progress.moved, self.total, progress.paths))

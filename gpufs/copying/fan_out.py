@@ -7,7 +7,7 @@ import fcntl
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import InitVar, dataclass
@@ -18,7 +18,7 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry, OpenFile
 from gpufs.copying.job import CopyContext, CopyJob
-from gpufs.copying.types import CopyError, CopyProgress, Outcome
+from gpufs.copying.types import CopyError, CopyProgress, Outcome, Progress
 from gpufs.syscalls import close_all
 
 
@@ -33,7 +33,7 @@ class FanOut:
     context: CopyContext
     source: Entry
     destinations: Sequence[Entry]
-    progress: Callable[[CopyProgress], None] | None
+    progress: Progress
     cancel: InitVar[Cancellation | None]
 
     def __post_init__(self, cancel: Cancellation | None) -> None:

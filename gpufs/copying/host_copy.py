@@ -24,8 +24,8 @@ from gpufs.copying.types import (
     STREAM,
     CopyError,
     CopyOptions,
-    CopyProgress,
     Outcome,
+    Progress,
     TreeOptions,
     check_options,
     copy_error,
@@ -373,7 +373,7 @@ def copy_names(
     context: CopyContext,
     source: str,
     destinations: Sequence[str],
-    progress: Callable[[CopyProgress], None] | None,
+    progress: Progress,
     cancel: Cancellation | None,
 ) -> list[Outcome]:
     """Copy one file from or to other machines by ssh; the outcomes are in the order of ``destinations``."""

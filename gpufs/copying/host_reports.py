@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, error_class
+from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Progress, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import HostChannel
 from gpufs.hosts.messages import Deleted, FileResult, Lost, Moved, Notice, Plan, plain
@@ -158,9 +158,7 @@ def show(message: FileResult, sink: Sink) -> None:
 class Outcomes:
     """Takes what becomes of one file on each machine."""
 
-    def __init__(
-        self, count: int, progress: Callable[[CopyProgress], None] | None, notice: Callable[[str], None] | None
-    ) -> None:
+    def __init__(self, count: int, progress: Progress, notice: Callable[[str], None] | None) -> None:
         self._progress = progress
         self._notice = notice
         self._size = 0

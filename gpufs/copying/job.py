@@ -16,7 +16,7 @@ from gpufs.copying import entries
 from gpufs.copying.data import DataCopy
 from gpufs.copying.entries import Entry, OpenFile
 from gpufs.copying.space import SpaceCheck, data_bytes, shortage
-from gpufs.copying.types import CopyError, CopyOptions, CopyProgress, CopyResult, error_class
+from gpufs.copying.types import CopyError, CopyOptions, CopyResult, Progress, error_class
 from gpufs.exceptions import text_of
 from gpufs.mounting import MountEntry, MountTable, place_of
 from gpufs.new_file import remove_name
@@ -74,7 +74,7 @@ class CopyJob:
         *,
         created: bool = False,
         stream: bool = False,
-        progress: Callable[[CopyProgress], None] | None = None,
+        progress: Progress = None,
         cancel: Cancellation | None = None,
     ) -> None:
         self.source = source
@@ -100,7 +100,7 @@ class CopyJob:
         *,
         stream: bool = False,
         readable: bool = False,
-        progress: Callable[[CopyProgress], None] | None = None,
+        progress: Progress = None,
         cancel: Cancellation | None = None,
     ) -> CopyJob:
         """Open the destination, which is not changed yet. ``readable``: for reading too, where that is allowed."""

@@ -20,7 +20,7 @@ from gpufs.copying.entries import Entry
 from gpufs.copying.job import CopyContext
 from gpufs.copying.space import data_bytes
 from gpufs.copying.tree import FileTree, TreeState, file_is_current
-from gpufs.copying.types import CopyProgress, CopyResult, Outcome, TreeOptions, TreeReport
+from gpufs.copying.types import CopyResult, Outcome, Progress, TreeOptions, TreeReport
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files, walk_store
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class FileCopier(Protocol):
         source: Entry | StoreFile,
         ends: Sequence[Entry | Url],
         *,
-        progress: Callable[[CopyProgress], None] | None,
+        progress: Progress,
         cancel: Cancellation,
     ) -> list[Outcome]:
         """Copy a file to each of its destinations."""

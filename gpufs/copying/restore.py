@@ -40,7 +40,7 @@ from gpufs.copying.manifest import (
 )
 from gpufs.copying.part_sums import PartReader
 from gpufs.copying.space import data_bytes
-from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, TreeReport, copy_error
+from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Progress, TreeReport, copy_error
 from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.new_file import NewFile
 from gpufs.syscalls import closed_after, openat2, path_of
@@ -127,7 +127,7 @@ class SavedFiles:
         fd: int,
         record: File,
         shown: str,
-        progress: Callable[[CopyProgress], None] | None,
+        progress: Progress,
         phase: str = "verify",
     ) -> None:
         """Compare a file with the checksums of the manifest. CopyError EIO if it differs."""

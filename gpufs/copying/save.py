@@ -45,7 +45,16 @@ from gpufs.copying.manifest import (
 from gpufs.copying.new_directory import NewDirectory
 from gpufs.copying.part_sums import PART_BYTES, PartReader, Sums
 from gpufs.copying.space import data_bytes
-from gpufs.copying.types import CopyError, CopyOptions, CopyProgress, CopyResult, Outcome, TreeOptions, TreeReport
+from gpufs.copying.types import (
+    CopyError,
+    CopyOptions,
+    CopyProgress,
+    CopyResult,
+    Outcome,
+    Progress,
+    TreeOptions,
+    TreeReport,
+)
 from gpufs.copying.walk import Folder, Step, Steps, selected, walk_files
 from gpufs.exceptions import text_of
 from gpufs.syscalls import closed_after, path_of
@@ -208,7 +217,7 @@ class Save:
         source: Entry | StoreFile,
         ends: Sequence[Entry | Url],
         *,
-        progress: Callable[[CopyProgress], None] | None,
+        progress: Progress,
         cancel: Cancellation,
     ) -> list[Outcome]:
         """Save one file."""
@@ -225,7 +234,7 @@ class Save:
             names = (end.path, None) if error.errno in (errno.ENOSPC, errno.EDQUOT) else (source.path, end.path)
             return [CopyError(error.errno or errno.EIO, text_of(error), *names)]
 
-    def _copy(self, source: OpenFile, end: Entry, progress: Callable[[CopyProgress], None] | None) -> CopyResult:
+    def _copy(self, source: OpenFile, end: Entry, progress: Progress) -> CopyResult:
         began, status = time.monotonic(), _fresh_status(source.fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EBUSY, "is not a regular file any more")
@@ -395,7 +404,7 @@ class _SavedTree:
 class _Moved:
     """Counts and reports the bytes of one file. Thread-safe."""
 
-    def __init__(self, size: int, progress: Callable[[CopyProgress], None] | None, lock: threading.Lock) -> None:
+    def __init__(self, size: int, progress: Progress, lock: threading.Lock) -> None:
         self._size = size
         self._progress = progress
         self._lock = lock

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing, suppress
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final
 
 from gpufs import waiting
 from gpufs.client._cancellation import Cancellation
@@ -30,6 +30,7 @@ from gpufs.copying.types import (
     CopyResult,
     NotOnMountCopyError,
     Outcome,
+    Progress,
     check_options,
     copy_error,
 )
@@ -42,8 +43,6 @@ from gpufs.stores.files import StoreFile
 from gpufs.stores.upload import upload
 from gpufs.syscalls import close_all
 from gpufs.waiting import Workers
-
-Progress: TypeAlias = Callable[[CopyProgress], None] | None
 
 _SECOND: Final = 10**9  # nanoseconds
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use a program of the store"

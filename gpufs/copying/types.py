@@ -221,6 +221,8 @@ class CopyResult(NamedTuple):
     sha256: str | None = None
 
 
+# Takes the progress of copies; None: nobody sees it.
+Progress: TypeAlias = Callable[[CopyProgress], None] | None
 # The result of one copy of several.
 Outcome: TypeAlias = CopyResult | CopyError
 
@@ -231,8 +233,8 @@ class TreeReport(Protocol):
     def planned(self, size: int) -> None:
         """``size`` more bytes are to be copied."""
 
-    def reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
-        """Return what takes the progress of one copy, None if nobody sees it."""
+    def reporter(self, source: str) -> Progress:
+        """Return what takes the progress of one copy."""
 
     def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         """Take what became of the copies of a file."""
