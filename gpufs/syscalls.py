@@ -32,10 +32,15 @@ _NO_ID: Final = 0xFFFFFFFF  # not a user, nor a group
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
+def os_error(code: int) -> OSError:
+    """Return the exception for an errno."""
+    return OSError(code, os.strerror(code))
+
+
 def _check(result: int) -> int:
     if result < 0:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise os_error(code)
     return result
 
 
@@ -114,7 +119,7 @@ def allocate(fd: int, size: int) -> None:
     if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
         code = ctypes.get_errno()
         if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise OSError(code, os.strerror(code))
+            raise os_error(code)
         os.ftruncate(fd, size)
 
 
@@ -186,7 +191,7 @@ def set_thread_groups(groups: Sequence[int]) -> None:
     OSError ENOSYS on a machine whose number of this call is not known.
     """
     if _SYS_SETGROUPS < 0:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        raise os_error(errno.ENOSYS)
     array = (ctypes.c_uint32 * len(groups))(*groups)
     _check(_libc.syscall(_SYS_SETGROUPS, len(groups), array))
 
@@ -205,7 +210,7 @@ def _set_id(call: Callable[[ctypes.c_uint32], int], number: int) -> int:
     # The calls report no failure, and return the number before. No number is the last one, so it only asks.
     before = call(ctypes.c_uint32(number)) & _NO_ID
     if call(ctypes.c_uint32(_NO_ID)) & _NO_ID != number:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        raise os_error(errno.EPERM)
     return before
 
 

@@ -6,12 +6,13 @@ Neither a copy that is cancelled nor the end of the program waits for such a cal
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
+
+from gpufs.syscalls import os_error
 
 # Time for calls that are in progress when a copy is cancelled. A call whose server is silent keeps its thread longer.
 END_SECONDS: Final = 1.0
@@ -32,7 +33,7 @@ def result(future: Future[T], cancelled: Callable[[], bool], tick: Callable[[], 
     """Return what a call returns. Calls ``tick`` about ten times a second. OSError ECANCELED once ``cancelled``."""
     while not wait([future], _POLL_SECONDS).done:
         if cancelled():
-            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            raise os_error(errno.ECANCELED)
         if tick is not None:
             tick()
     return future.result()

@@ -16,6 +16,7 @@ from typing import Any
 from gpufs.cli._mounts import Process, wait_for_end
 from gpufs.cli._output import Failure, complain
 from gpufs.client._daemons import MOST_BYTES
+from gpufs.syscalls import os_error
 
 Show = Callable[[Any], object]
 
@@ -109,7 +110,7 @@ def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
 def _read(answer: int) -> Any:
     size = os.fstat(answer).st_size
     if size > MOST_BYTES:
-        return OSError(EFBIG, os.strerror(EFBIG))
+        return os_error(EFBIG)
     if not size:
         return OSError(EPROTO, "the process that asked has crashed")
     report = json.loads(os.pread(answer, size, 0))

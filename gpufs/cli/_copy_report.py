@@ -20,6 +20,7 @@ from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
 from gpufs.copying.totals import Totals
 from gpufs.copying.types import STREAM, Outcome
 from gpufs.exceptions import text_of
+from gpufs.syscalls import os_error
 from gpufs.units import bytes_text, rate_text
 
 
@@ -135,7 +136,7 @@ class CopyReport:
         self.signal = number
         self.cancel.cancel()
         if self._streaming:
-            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            raise os_error(errno.ECANCELED)
 
     # ---- what copies report, from any thread ----
 

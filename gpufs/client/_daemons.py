@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from gpufs import mounting
 from gpufs.exceptions import NotOnMount
 from gpufs.mounting import MountEntry
-from gpufs.syscalls import closed_after, identity
+from gpufs.syscalls import closed_after, identity, os_error
 
 if TYPE_CHECKING:
     from gpufs.client._connection import Connection  # which the copy of a small file does not need
@@ -99,7 +99,7 @@ def control_file(entry: MountEntry, name: str) -> dict[str, Any]:
             while part := file.read(MOST_BYTES):
                 content += part
                 if len(content) > MOST_BYTES:
-                    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+                    raise os_error(errno.EFBIG)
         return content
 
     return dict(json.loads(repeat_if_it_dies(read)))

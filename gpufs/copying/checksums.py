@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from gpufs.syscalls import os_error
+
 _BLOCK_BYTES: Final = 4 << 20
 _ZEROS: Final = bytes(1 << 20)
 
@@ -18,7 +20,7 @@ def blocks(fd: int, cancelled: Callable[[], bool], end: int | None = None) -> It
     offset = 0
     while count := os.preadv(fd, [buffer if end is None else buffer[: end - offset]], offset):
         if cancelled():
-            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            raise os_error(errno.ECANCELED)
         offset += count
         yield buffer[:count]
 

@@ -21,7 +21,7 @@ from gpufs.copying import entries
 from gpufs.copying.types import CopyOptions, CopyProgress, Progress
 from gpufs.exceptions import with_user_names
 from gpufs.mounting import MountEntry
-from gpufs.syscalls import path_of
+from gpufs.syscalls import os_error, path_of
 
 if TYPE_CHECKING:
     from gpufs import protocol
@@ -219,7 +219,7 @@ class DataCopy:
     def check_cancelled(self) -> None:
         """OSError ECANCELED once the copy is cancelled."""
         if self.cancel is not None and self.cancel.cancelled:
-            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            raise os_error(errno.ECANCELED)
 
     def _count(self, path: str, count: int) -> None:
         self.done += count

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.checksums import RunningChecksum
 from gpufs.copying.entries import has_holes, next_data
+from gpufs.syscalls import os_error
 
 PART_BYTES: Final = 64 << 20
 CHANGED: Final = "was changed while it was read"
@@ -78,7 +79,7 @@ class PartReader:
         data_end = start if has_holes(os.fstat(fd)) else end
         while offset < end:
             if cancel.cancelled:
-                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                raise os_error(errno.ECANCELED)
             if offset == data_end:
                 data, data_end = (min(each, end) for each in next_data(fd, offset))
                 checksum.skip(data - offset)

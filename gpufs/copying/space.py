@@ -12,6 +12,7 @@ from typing import Final
 from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import control_file
 from gpufs.mounting import MountEntry, place_of
+from gpufs.syscalls import os_error
 from gpufs.units import bytes_text
 
 # How long copies wait for memory: a file that has just been removed or closed frees its memory a moment later.
@@ -49,7 +50,7 @@ class SpaceCheck:
             if self._seconds_left <= 0 or not mounts or _exceeds_all(fd, needed):
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
             if cancel is not None and cancel.cancelled:
-                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                raise os_error(errno.ECANCELED)
             time.sleep(_RETRY_SECONDS)
             self._seconds_left -= _RETRY_SECONDS
             waited = True

@@ -41,7 +41,7 @@ from gpufs.stores.checksums import Checksum
 from gpufs.stores.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of
 from gpufs.stores.files import StoreFile
 from gpufs.stores.upload import upload
-from gpufs.syscalls import close_all
+from gpufs.syscalls import close_all, os_error
 from gpufs.waiting import Workers
 
 _SECOND: Final = 10**9  # nanoseconds
@@ -295,7 +295,7 @@ class StoreCopies:
             nonlocal done
             done = count
             if stopped.is_set() or cancel.cancelled:
-                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                raise os_error(errno.ECANCELED)
 
         def report() -> None:
             if progress is not None:

@@ -20,7 +20,7 @@ from typing import Final
 import trio
 
 from gpufs import syscalls, threads
-from gpufs.syscalls import closed_after
+from gpufs.syscalls import closed_after, os_error
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -254,7 +254,7 @@ def receive_held(fd: int) -> tuple[dict[int, int], list[int], int]:
                 released += numbers
                 continue
             if flags & socket.MSG_CTRUNC:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                raise os_error(errno.EMFILE)
             held.update(zip(numbers, descriptors, strict=True))
 
 

@@ -21,7 +21,8 @@ import trio
 from gpufs.fs.backing import BackingHandler
 from gpufs.fs.backing.inodes import FIRST_INODE
 from gpufs.fs.control_files import ControlFile
-from gpufs.fs.requests import Caller, Changes, Handles, Listing, error
+from gpufs.fs.requests import Caller, Changes, Handles, Listing
+from gpufs.syscalls import os_error
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class Operations:
     def host(self, inode: int) -> BackingHandler:
         """Return the handler of a host's inode. ESTALE for another one: it has just gone from the engine's table."""
         if self._backing is None or inode < FIRST_INODE:
-            raise error(errno.ESTALE)
+            raise os_error(errno.ESTALE)
         return self._backing
 
     def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
@@ -133,7 +134,7 @@ class Operations:
         if file is None:
             return await self.host(inode).open(inode, flags, caller)
         if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
-            raise error(errno.EACCES)
+            raise os_error(errno.EACCES)
         return self.handles.add(await file.open(caller.uid))
 
 
@@ -246,7 +247,7 @@ async def _read(to: Operations, inode: int, body: bytes, caller: Caller) -> byte
 
 
 async def _write(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    raise error(errno.EBADF)  # control files are never open for writing, and the engine writes all others
+    raise os_error(errno.EBADF)  # control files are never open for writing, and the engine writes all others
 
 
 async def _statfs(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
@@ -277,7 +278,7 @@ def _fitting(value: bytes, size: int) -> bytes:
     if size == 0:
         return _ONE.pack(len(value))
     if len(value) > size:
-        raise error(errno.ERANGE)
+        raise os_error(errno.ERANGE)
     return value
 
 

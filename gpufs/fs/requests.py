@@ -11,6 +11,8 @@ from errno import EBADF
 from struct import Struct
 from typing import Final, NamedTuple
 
+from gpufs.syscalls import os_error
+
 ROOT_INODE: Final = 1
 
 # A fuse_entry_out is the inode, how long the reply lasts, and a fuse_attr. It lasts for so many seconds: those of the
@@ -23,11 +25,6 @@ _ATTRIBUTES_REPLY: Final = Struct("=QI4x88s")  # fuse_attr_out: seconds, nanosec
 _LISTED: Final = Struct("=128s2Q2I")  # an entry, its inode, the next entry's cookie, the name's length, its type
 _PADDING: Final = tuple(b"\0" * (-length % 8) for length in range(8))
 _SECOND: Final = 1_000_000_000
-
-
-def error(code: int) -> OSError:
-    """The exception for an errno."""
-    return OSError(code, os.strerror(code))
 
 
 @dataclass(slots=True)
@@ -125,11 +122,11 @@ class Opened:
 
     async def readdir(self, start: int, listing: Listing) -> None:
         """Lists the entries after a cookie."""
-        raise error(EBADF)
+        raise os_error(EBADF)
 
     async def read(self, offset: int, size: int) -> bytes:
         """Bytes of a file that the engine does not read."""
-        raise error(EBADF)
+        raise os_error(EBADF)
 
     async def sync(self, *, data_only: bool) -> None:
         """fsync(2) of a directory."""
@@ -164,7 +161,7 @@ class Handles:
         """The open file. EBADF if the handle is the engine's own."""
         opened = self._opened.get(handle)
         if opened is None:
-            raise error(EBADF)
+            raise os_error(EBADF)
         return opened
 
     def pop(self, handle: int) -> Opened | None:

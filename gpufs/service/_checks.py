@@ -14,7 +14,7 @@ from typing import Final
 
 from gpufs.modes import READ_WRITE
 from gpufs.service._scope import Descriptor
-from gpufs.syscalls import FileIdentity, file_system_type, identity, open_flags, trusted
+from gpufs.syscalls import FileIdentity, file_system_type, identity, open_flags, os_error, trusted
 
 # File systems that are the kernel's interfaces and not storage: writing there acts in the writer's name.
 _KERNEL_FILE_SYSTEMS: Final = frozenset(
@@ -82,7 +82,7 @@ def _device_file(fd: int, what: str, st_dev: int) -> FileIdentity:
     if file.st_dev != st_dev:
         raise OSError(EXDEV, f"{what} is not on this mount")
     if stat.S_ISDIR(file.mode):
-        raise OSError(EISDIR, os.strerror(EISDIR))
+        raise os_error(EISDIR)
     if not stat.S_ISREG(file.mode):
         raise OSError(EINVAL, f"{what} is not a regular file")
     return file
@@ -103,7 +103,7 @@ def check_copy(direction: str, host_fd: int, mount_fd: int, st_dev: int) -> tupl
         raise OSError(EDEADLK, "both files are on this mount: copy_file_range copies between them")
     mount = _device_file(mount_fd, "the file on the mount", st_dev)
     if stat.S_ISDIR(host.mode):
-        raise OSError(EISDIR, os.strerror(EISDIR))
+        raise os_error(EISDIR)
     if not stat.S_ISREG(host.mode) and not stat.S_ISBLK(host.mode):
         raise OSError(EINVAL, "the host's file is neither a regular file nor a block device")
     return host, mount
@@ -158,7 +158,7 @@ def check_limitable(descriptors: Sequence[Descriptor], uid: int, st_dev: int) ->
     if directory.st_dev != st_dev:
         raise OSError(EXDEV, "the directory is not on this mount")
     if not stat.S_ISDIR(directory.mode):
-        raise OSError(ENOTDIR, os.strerror(ENOTDIR))
+        raise os_error(ENOTDIR)
     return directory.ino
 
 

@@ -23,6 +23,7 @@ from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import Record
 from gpufs.service._scope import Descriptor, RequestScope
 from gpufs.service._served_mount import SPACE_SECONDS, ServedMount
+from gpufs.syscalls import os_error
 
 # Set in the number of a client that is not a process.
 _CONNECTION_BIT: Final = 1 << 63
@@ -57,7 +58,7 @@ class _CopyTask:
         """Start the transfer. OSError ECANCELED if the copy has been cancelled."""
         with self.lock:
             if self.cancelled:
-                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                raise os_error(errno.ECANCELED)
             self.transfer = self.scope.hold(start())
 
     def cancel(self) -> None:
@@ -165,7 +166,7 @@ class ClientCopies:
     async def _serve_copy(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
         """Serve one copy from its checks to its result, whatever happens."""
         limits, user = self._served.limits, self._channel.user
-        result = task.result(OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
+        result = task.result(os_error(errno.ECANCELED))
         try:
             try:
                 with task.preparing, trio.fail_after(limits.prepare):

@@ -16,6 +16,7 @@ import trio
 
 from gpufs import threads
 from gpufs.service._user import User
+from gpufs.syscalls import os_error
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ class RequestScope:
         try:
             with self._lock:
                 if self._ending:
-                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                    raise os_error(errno.ECANCELED)
                 return work()
         finally:
             if self._ending:

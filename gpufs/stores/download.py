@@ -17,6 +17,7 @@ from gpufs.stores import errors
 from gpufs.stores.errors import StoreError
 from gpufs.stores.files import StoreFile
 from gpufs.stores.web import WholeFile
+from gpufs.syscalls import os_error
 from gpufs.waiting import END_SECONDS, Workers
 
 PART_BYTES: Final = 16 << 20
@@ -145,7 +146,7 @@ class Download:
                 for future in done:
                     future.result()
                 if cancelled():
-                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                    raise os_error(errno.ECANCELED)
                 report(self.moved)
         finally:
             self._stopped.set()
@@ -231,7 +232,7 @@ class Download:
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
-            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            raise os_error(errno.ECANCELED)
 
     def _write(self, part: int | None, chunk: memoryview, offset: int) -> None:
         """Write a chunk to all destinations that lack its part."""

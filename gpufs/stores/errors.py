@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import re
 import shlex
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from gpufs.stores.urls import Url
+from gpufs.syscalls import os_error
 
 _Result = TypeVar("_Result")
 
@@ -157,4 +157,4 @@ def wait(number: int, stopped: threading.Event) -> None:
     """Wait before try ``number`` + 1, for a random part of a time that doubles. OSError ECANCELED when stopped."""
     seconds = min(_FIRST_SECONDS * 2 ** (number - 1), _MOST_SECONDS) * random.uniform(0.5, 1.0)
     if stopped.wait(seconds):
-        raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        raise os_error(errno.ECANCELED)

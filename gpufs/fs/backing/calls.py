@@ -15,8 +15,8 @@ import trio
 
 from gpufs import threads
 from gpufs.fs.backing.inodes import BackingNode, Found, HostInodes, look_up
-from gpufs.fs.requests import Caller, error
-from gpufs.syscalls import set_thread_groups, setfsgid, setfsuid, trusted
+from gpufs.fs.requests import Caller
+from gpufs.syscalls import os_error, set_thread_groups, setfsgid, setfsuid, trusted
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class HostCalls:
         """Count a call that may wait for the host. EBUSY if there are too many."""
         most = _CALLS if trusted(uid) else _CALLS_OF_A_USER
         if self._waiting[uid] >= most or self._waiting.total() >= _CALLS:
-            raise error(EBUSY)
+            raise os_error(EBUSY)
         self._waiting[uid] += 1
         try:
             yield

@@ -23,7 +23,8 @@ from gpufs.fs.backing.open_files import (
     close_quietly,
     new_mode,
 )
-from gpufs.fs.requests import ROOT_INODE, Caller, Changes, Handles, InodeReply, Listing, Opened, Replies, error
+from gpufs.fs.requests import ROOT_INODE, Caller, Changes, Handles, InodeReply, Listing, Opened, Replies
+from gpufs.syscalls import os_error
 
 DIRECTORY_NAME: Final = b"backing"
 _ACLS: Final = (b"system.posix_acl_access", b"system.posix_acl_default")
@@ -66,14 +67,14 @@ def _read_link(node: BackingNode, share: BackingNode) -> bytes:
     target = os.readlink(b"", dir_fd=node.fd)
     parts = target.split(b"/")
     if target.startswith(b"/"):
-        raise error(ELOOP)
+        raise os_error(ELOOP)
     if b".." not in parts:
         return target
     top = os.readlink(os.fsencode(share.link)).rstrip(b"/") + b"/"
     path = os.readlink(os.fsencode(node.link))
     # The path is one of the names of a link that has several.
     if not path.startswith(top) or os.fstat(node.fd).st_nlink > 1:
-        raise error(ELOOP)
+        raise os_error(ELOOP)
     depth = path.removeprefix(top).count(b"/")
     for part in parts:
         if part == b"..":
@@ -81,7 +82,7 @@ def _read_link(node: BackingNode, share: BackingNode) -> bytes:
         elif part not in (b"", b"."):
             depth += 1
         if depth < 0:
-            raise error(ELOOP)
+            raise os_error(ELOOP)
     return target
 
 
@@ -152,13 +153,13 @@ class BackingHandler:
     def _node(self, inode: int) -> BackingNode:
         node = self._inodes.get(inode)
         if node is None:
-            raise error(EPERM if inode == FIRST_INODE else ESTALE)
+            raise os_error(EPERM if inode == FIRST_INODE else ESTALE)
         return node
 
     def _changeable(self, inode: int) -> BackingNode:
         node = self._node(inode)
         if node.share.read_only:
-            raise error(EROFS)
+            raise os_error(EROFS)
         return node
 
     def _adopt(self, opened: Found, parent: BackingNode, name: bytes) -> InodeReply:
@@ -194,7 +195,7 @@ class BackingHandler:
             return self.share_reply(name)
         parent = self._node(parent_inode)
         if name in (b".", b".."):
-            raise error(ESTALE)
+            raise os_error(ESTALE)
         try:
             return await self._find(caller.uid, parent, name)
         except FileNotFoundError:
@@ -251,7 +252,7 @@ class BackingHandler:
     async def link(self, inode: int, new_parent_inode: int, new_name: bytes, caller: Caller) -> InodeReply:
         node, parent = self._node(inode), self._node(new_parent_inode)
         if node.share is not parent.share:
-            raise error(EXDEV)
+            raise os_error(EXDEV)
         self._changeable(new_parent_inode)
 
         def make() -> None:
@@ -284,7 +285,7 @@ class BackingHandler:
     ) -> None:
         old, new = self._node(parent_inode_old), self._node(parent_inode_new)
         if old.share is not new.share:
-            raise error(EXDEV)
+            raise os_error(EXDEV)
         self._changeable(parent_inode_old)
         await self._calls.run_as_caller(
             caller, old, lambda: syscalls.renameat2(old.fd, name_old, new.fd, name_new, flags), new
@@ -363,7 +364,7 @@ class BackingHandler:
         except OSError as failure:
             # On a file system without access control lists the kernel's permission check would fail with this.
             if failure.errno == EOPNOTSUPP and name in _ACLS:
-                raise error(ENODATA) from None
+                raise os_error(ENODATA) from None
             raise
 
     async def listxattr(self, inode: int, caller: Caller) -> Sequence[bytes]:

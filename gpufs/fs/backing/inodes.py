@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from errno import EDEADLK, ESTALE
 from typing import Final
 
-from gpufs.fs.requests import error
-from gpufs.syscalls import openat2
+from gpufs.syscalls import openat2, os_error
 
 FIRST_INODE: Final = 1 << 48  # the numbers of the engine's table are below (native/src/fuse/open_files.h)
 _TRIED: Final = 8  # inodes whose descriptors may be closed for each new one
@@ -115,7 +114,7 @@ class HostInodes:
         fd, status = opened
         if status.st_dev == self._st_dev:
             os.close(fd)
-            raise error(EDEADLK)
+            raise os_error(EDEADLK)
         key = share.name, status.st_dev, status.st_ino
         kind = stat.S_IFMT(status.st_mode)
         node = self._known.get(key)
@@ -137,11 +136,11 @@ class HostInodes:
             return
         parent = self.get(node.entry[0]) if node.entry is not None else None
         if parent is None or node.entry is None:
-            raise error(ESTALE)
+            raise os_error(ESTALE)
         fd, status = await find(parent, node.entry[1])
         if node.key[1:] != (status.st_dev, status.st_ino):
             os.close(fd)
-            raise error(ESTALE)
+            raise os_error(ESTALE)
         self._give_descriptor(node, fd)
 
     def forget(self, node: BackingNode, count: int) -> None:

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from gpufs.fs.backing.calls import HostCalls, acting_as, with_daemons_rights
 from gpufs.fs.backing.inodes import BackingNode, Found, look_up, open_beneath
-from gpufs.fs.requests import Caller, Handles, InodeReply, Listing, Opened, error
-from gpufs.syscalls import file_system_type, trusted
+from gpufs.fs.requests import Caller, Handles, InodeReply, Listing, Opened
+from gpufs.syscalls import file_system_type, os_error, trusted
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class OpenCount:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         with self._lock:
             if not trusted(uid) and self._open[uid] >= descriptors // _SHARE:
-                raise error(EMFILE)
+                raise os_error(EMFILE)
             self._open[uid] += 1
 
     def leave(self, uid: int) -> None:
@@ -169,9 +169,9 @@ class OpenFiles:
             before = os.fstat(node.fd)
             if not node.nameless and before.st_nlink == 0:
                 node.nameless = True
-                raise error(ESTALE)
+                raise os_error(ESTALE)
             if not stat.S_ISREG(before.st_mode):
-                raise error(EINVAL)
+                raise os_error(EINVAL)
             fd = _open_for_caller(node, _passed_on(flags) | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 if not flags & os.O_NONBLOCK:
