@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import IdleConnections
 from gpufs.copying import entries
+from gpufs.copying.totals import PROGRESS_SECONDS, Pace
 from gpufs.copying.types import CopyOptions, CopyProgress, Progress
 from gpufs.exceptions import with_user_names
 from gpufs.mounting import MountEntry
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from gpufs import protocol
 
 _STREAM_BYTES: Final = 4 << 20
-_PROGRESS_SECONDS: Final = 0.1
 # One copy_file_range at a time should take about this long, so that cancellation and progress come soon.
 _KERNEL_SECONDS: Final = 0.2
 _KERNEL_FIRST_BYTES: Final = 64 << 20
@@ -70,7 +70,7 @@ class DataCopy:
         self.keeps_size = False
         self.cancel = cancel
         self._progress = progress
-        self._reported = 0.0
+        self._pace = Pace()
 
     def by_daemon(
         self, connections: IdleConnections, st_dev: int, mounts: list[MountEntry], *, load: bool, options: CopyOptions
@@ -95,7 +95,7 @@ class DataCopy:
                 *fds,
                 fastpath=None if options.fastpath == "auto" else options.fastpath,
                 sync="full" if options.fsync and not load else "none",
-                interval=_PROGRESS_SECONDS,
+                interval=PROGRESS_SECONDS,
                 progress=report if self._progress is not None else None,
                 cancel=self.cancel,
             )
@@ -229,9 +229,7 @@ class DataCopy:
 
     def _report(self, moved: int, phase: str = "copy") -> None:
         """Report progress, but not too often."""
-        now = time.monotonic()
-        if self._progress is not None and now - self._reported >= _PROGRESS_SECONDS:
-            self._reported = now
+        if self._progress is not None and self._pace.is_due():
             self._progress(CopyProgress(moved, self.total, dict(self.paths), phase))
 
 

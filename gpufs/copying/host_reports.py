@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
+from gpufs.copying.totals import Pace
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Progress, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import HostChannel
 from gpufs.hosts.messages import Deleted, FileResult, Lost, Moved, Notice, Plan, plain
-
-_PROGRESS_SECONDS: Final = 0.1
 
 
 class Sink(Protocol):
@@ -105,15 +103,13 @@ class Reports:
 
     def __init__(self, channel: HostChannel) -> None:
         self._channel = channel
-        self._moved = 0.0
+        self._pace = Pace()
 
     def planned(self, size: int) -> None:
         self._channel.send(Plan(size, size))
 
     def moved(self, source: str, count: int) -> None:
-        now = time.monotonic()
-        if now - self._moved >= _PROGRESS_SECONDS:
-            self._moved = now
+        if self._pace.is_due():
             self._channel.send(Moved(os.fsencode(source), count))
 
     def noticed(self, text: str) -> None:
@@ -162,16 +158,14 @@ class Outcomes:
         self._progress = progress
         self._notice = notice
         self._size = 0
-        self._reported = 0.0
+        self._pace = Pace()
         self.outcomes: list[Outcome | None] = [None] * count
 
     def planned(self, size: int) -> None:
         self._size = size
 
     def moved(self, source: str, count: int) -> None:
-        now = time.monotonic()
-        if self._progress is not None and now - self._reported >= _PROGRESS_SECONDS:
-            self._reported = now
+        if self._progress is not None and self._pace.is_due():
             machines = len(self.outcomes)
             moved, total = count * machines, max(count, self._size) * machines
             self._progress(CopyProgress(moved, total, {"pipe": moved}))

@@ -45,6 +45,7 @@ from gpufs.copying.manifest import (
 from gpufs.copying.new_directory import NewDirectory
 from gpufs.copying.part_sums import PART_BYTES, PartReader, Sums
 from gpufs.copying.space import data_bytes
+from gpufs.copying.totals import Pace
 from gpufs.copying.types import (
     CopyError,
     CopyOptions,
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
 _DIRECT_BYTES: Final = 1 << 20
 _PAGE: Final = 4096
 _REMEDY: Final = "stop what changes it, or leave it out by --exclude"
-_PROGRESS_SECONDS: Final = 0.1
 _NO_HARD_LINKS: Final = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 _KIND_NAMES: Final[dict[int, Any]] = {mode: name for name, mode in KINDS.items()}
 
@@ -409,15 +409,12 @@ class _Moved:
         self._progress = progress
         self._lock = lock
         self._count = 0
-        self._reported = 0.0
+        self._pace = Pace()
 
     def add(self, count: int) -> None:
         with self._lock:
             self._count += count
-            now = time.monotonic()
-            due = self._progress is not None and now - self._reported >= _PROGRESS_SECONDS
-            if due:
-                self._reported = now
+            due = self._pace.is_due()
         if due and self._progress is not None:
             self._progress(CopyProgress(self._count, self._size, {"mount": self._count}))
 

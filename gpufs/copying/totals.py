@@ -1,12 +1,32 @@
-"""How far several copies are together."""
+"""The progress of copies: how often it is reported, and how far several copies are together."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 from gpufs.copying.types import CopyError, CopyProgress, Outcome
+
+# The progress of a copy is reported about ten times a second.
+PROGRESS_SECONDS: Final = 0.1
+
+
+class Pace:
+    """Lets only so many reports of one copy through."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def is_due(self) -> bool:
+        """Return whether to report now; it counts as reported then."""
+        now = time.monotonic()
+        if now - self._last < PROGRESS_SECONDS:
+            return False
+        self._last = now
+        return True
 
 
 class Totals:
