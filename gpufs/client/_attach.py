@@ -179,8 +179,10 @@ class Attachment:
             try:
                 _add(self.mapping, pieces, answer, path)
             except BaseException as error:
-                self._map_old_version(error)
-                connection.detach(answer.id)
+                try:
+                    self._map_old_version(error)
+                finally:
+                    connection.detach(answer.id)
                 raise
             self._explain()
             former = self._connection, self._number
