@@ -14,7 +14,6 @@ from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpufs.client._cancellation import Cancellation
-from gpufs.copying.comparison import same_content
 from gpufs.copying.deletion import Names, check_apart, delete_others, names_of
 from gpufs.copying.entries import Entry
 from gpufs.copying.job import CopyContext
@@ -327,6 +326,8 @@ class TreeCopy(CopyThreads):
 
     def _different(self, step: Step, ends: list[Entry | Url]) -> list[Entry | Url]:
         """Return those of the copies that do not have the content of the file, and count the others."""
+        from gpufs.copying.comparison import same_content  # with hashlib, which other copies do without
+
         assert step.source is not None
         different = []
         for end in ends:

@@ -135,5 +135,12 @@ print([line for line in open("/proc/self/maps") if "libcuda" in line or "libamdh
     assert text.splitlines() == ["1", "[]", "[]"]
 
 
+def test_a_copy_loads_only_what_it_needs() -> None:
+    """Importing one of these takes longer than copying a small file."""
+    others = {"concurrent.futures", "gpufs.engine", "hashlib", "json", "logging", "obstore", "subprocess", "tempfile"}
+    text = in_fresh_python(f"import sys, gpufs.cli._cp_run; print(sorted({others} & sys.modules.keys()))")
+    assert text == "[]\n"
+
+
 def test_one_version() -> None:
     assert engine.engine_version() == gpufs.__version__
