@@ -6,6 +6,7 @@ A server that hangs blocks only its user's calls on its files, and unmounting do
 import contextlib
 import functools
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from errno import EBUSY, EMFILE
@@ -36,15 +37,16 @@ class HostCalls:
 
     def __init__(self, inodes: HostInodes) -> None:
         self._inodes = inodes
-        self._limiters: dict[tuple[int, int], trio.CapacityLimiter] = {}  # by user and st_dev
+        # By user and st_dev, as long as calls use them, those in threads that hang among them.
+        self._limiters: weakref.WeakValueDictionary[tuple[int, int], trio.CapacityLimiter]
+        self._limiters = weakref.WeakValueDictionary()
         self._waiting: Counter[int] = Counter()  # calls in progress by user
 
     async def run(self, uid: int, node: BackingNode, work: Callable[[], T], *others: BackingNode) -> T:
         """Run work that calls the server of a node's file, with the daemon's rights. It may use ``others`` as well."""
-        key = uid, node.device_number
         used = (node, *others)
         with self._counted(uid):
-            limiter = self._limiters.setdefault(key, trio.CapacityLimiter(_THREADS))
+            limiter = self._limiter(uid, node)
             for each in used:
                 each.users += 1
             try:
@@ -54,8 +56,9 @@ class HostCalls:
             finally:
                 for each in used:
                     each.users -= 1
-                if not limiter.borrowed_tokens and not limiter.statistics().tasks_waiting:
-                    self._limiters.pop(key, None)
+
+    def _limiter(self, uid: int, node: BackingNode) -> trio.CapacityLimiter:
+        return self._limiters.setdefault((uid, node.device_number), trio.CapacityLimiter(_THREADS))
 
     async def look_up(self, uid: int, parent: BackingNode, name: bytes) -> Found:
         """Return what a name in a directory leads to."""
@@ -91,8 +94,7 @@ class HostCalls:
 
         The kernel sends few RELEASE requests at a time, for all files together, so they must not wait.
         """
-        limiter = self._limiters.setdefault((uid, node.device_number), trio.CapacityLimiter(_THREADS))
-        threads.in_background(work, limiter)
+        threads.in_background(work, self._limiter(uid, node))
 
     @contextlib.contextmanager
     def _counted(self, uid: int) -> Iterator[None]:
