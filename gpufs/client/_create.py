@@ -13,6 +13,7 @@ from gpufs.client._array import DeviceArray
 from gpufs.client._attach import attach
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.element_types import element_type
+from gpufs.new_file import remove_name
 
 
 @named_in("gpufs")
@@ -75,8 +76,7 @@ def create(
             os.posix_fallocate(file, 0, size)
         return attach(name, "r+").view(dtype, extents)
     except BaseException as error:
-        if os.path.lexists(name) and os.path.samestat(os.fstat(file), os.lstat(name)):
-            os.unlink(name)
+        remove_name(file, name, None)
         if isinstance(error, OSError) and error.filename is None:  # of the allocation
             raise failure_of_mount(error, name) from None
         raise

@@ -18,6 +18,7 @@ from gpufs.drivers import HOST
 from gpufs.engine._arrays import ArrayMemory, array_memory
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType
+from gpufs.new_file import remove_name
 from gpufs.syscalls import Closing, closed_after
 
 # The registrations that have not been closed. Their connections and arrays stay, also where the program drops them.
@@ -154,6 +155,5 @@ def _create(
             number = connection.register(share, memory.bytes, file)
             return Registration(connection, number, path, memory)
         except BaseException:
-            if os.path.samestat(os.fstat(file), os.lstat(path)):
-                os.unlink(path)
+            remove_name(file, path, None)
             raise

@@ -25,6 +25,7 @@ import torch
 
 from gpufs.formats import FormatError
 from gpufs.integrations._phases import Phases
+from gpufs.new_file import has_name
 from gpufs.torch import publish
 from gpufs.torch._file import Checkpoint
 
@@ -137,7 +138,7 @@ class SharedWeights:
             yield True
         finally:
             with suppress(OSError):
-                if _is_named(file, self.path) and not os.fstat(file).st_size:
+                if has_name(file, os.fspath(self.path), None) and not os.fstat(file).st_size:
                     os.unlink(self.path)
             os.close(file)
 
@@ -154,7 +155,7 @@ class SharedWeights:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Else another engine has published or removed it between the two calls.
-                if _is_named(file, self.path):
+                if has_name(file, os.fspath(self.path), None):
                     return file
             except BlockingIOError:
                 if not announced:
@@ -274,14 +275,6 @@ def _put_buffer(owner: torch.nn.Module, attribute: str, value: torch.Tensor, pat
 
 def _kinds(checkpoint: Checkpoint) -> dict[str, str]:
     return {name: checkpoint.record(name).kind or "parameter" for name in checkpoint.places}
-
-
-def _is_named(file: int, path: Path) -> bool:
-    try:
-        named, own = os.stat(path, follow_symlinks=False), os.fstat(file)
-    except FileNotFoundError:
-        return False
-    return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
 
 
 def _json(value: object) -> str:

@@ -286,6 +286,19 @@ def test_places_where_nothing_can_be_registered(root: Path, tmp_path: Path, shar
 # ---- the end ----
 
 
+def test_the_reason_of_a_failure_is_told_although_the_file_has_gone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = root / "file"
+
+    def refuse(*_: object) -> int:
+        path.unlink()
+        raise OSError(errno.ENOSPC, "no more")
+
+    monkeypatch.setattr("gpufs.client._connection.Connection.register", refuse)
+    assert errno_of(gpufs.register, shared_array(bytes(4096)), path) == errno.ENOSPC
+
+
 def assert_stale(file: int, mapped: mmap.mmap) -> None:
     """Neither old nor foreign bytes through what was opened before."""
     for call in (
