@@ -117,7 +117,11 @@ class FanOut:
             names = (job.source.entry.path, job.destination.entry.path)
             self._outcomes[place] = CopyError(errno.ECANCELED, "", *names)
             return None
-        fd = os.dup(job.fd)
+        try:
+            fd = os.dup(job.fd)
+        except OSError as error:
+            self._outcomes[place] = entries.open_failure(error, job.destination.entry.path)
+            return None
         try:
             self._outcomes[place] = job.run()
         except CopyError as error:

@@ -26,6 +26,7 @@ import torch
 from gpufs.formats import FormatError
 from gpufs.integrations._phases import Phases
 from gpufs.new_file import has_name
+from gpufs.syscalls import closed_after
 from gpufs.torch import publish
 from gpufs.torch._file import Checkpoint
 
@@ -152,20 +153,19 @@ class SharedWeights:
                     file = os.open(self.path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
                 except FileExistsError:
                     continue
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Else another engine has published or removed it between the two calls.
-                if has_name(file, os.fspath(self.path), None):
-                    return file
-            except BlockingIOError:
-                if not announced:
-                    waiting()
-                announced = True
-                if time.monotonic() > deadline:
-                    os.close(file)
-                    return None
-                time.sleep(_RETRY_SECONDS)
-            os.close(file)
+            with closed_after(file):
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # Else another engine has published or removed it between the two calls.
+                    if has_name(file, os.fspath(self.path), None):
+                        return os.dup(file)  # which shares the lock
+                except BlockingIOError:
+                    if not announced:
+                        waiting()
+                    announced = True
+                    if time.monotonic() > deadline:
+                        return None
+                    time.sleep(_RETRY_SECONDS)
 
     def discard(self) -> None:
         """Remove the contents of a damaged file, within a claim. Does nothing while a program has it attached."""
