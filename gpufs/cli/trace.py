@@ -104,7 +104,7 @@ def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> N
         raise _refused(entry.mountpoint, error) from None
     try:
         # Converting to JSON takes longer than recording, so it is done afterwards.
-        with _opened(output) as sink, tempfile.TemporaryFile(buffering=0) as records:
+        with tempfile.TemporaryFile(buffering=0) as records, _opened(output) as sink:
             ended = _record(source, records, duration, interrupted)
             records.seek(0)
             _convert(records, sink, {"version": __version__, "mountpoint": entry.mountpoint})
@@ -135,7 +135,8 @@ def _convert(records: IO[bytes], sink: IO[str], facts: dict[str, str]) -> None:
     converter.end()
     sink.flush()
     lost = f", {converter.lost} more were lost: the recording could not keep up" if converter.lost else ""
-    print(f"{converter.spans} spans{lost}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the trace is complete without this line
+        print(f"{converter.spans} spans{lost}", file=sys.stderr)
 
 
 def _refused(mountpoint: str, error: OSError) -> Failure:

@@ -283,6 +283,13 @@ def test_an_output_that_cannot_be_written(mount: Mounter, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+def test_a_full_standard_error_takes_nothing_from_the_trace(mount: Mounter, tmp_path: Path) -> None:
+    own = mount()
+    trace = [*GPUFS, "trace", str(own.path), "-o", str(tmp_path / "trace"), "--duration", "0.05"]
+    assert run("sh", "-c", 'exec "$@" 2>/dev/full', "sh", *trace, check=False).returncode == 0
+    checked(tmp_path / "trace")
+
+
 # ---- the records ----
 
 
