@@ -60,8 +60,8 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
         if error.filename is None and error.errno in _OUTPUT:
             complain(f"standard output: {error.strerror}")
             return 1
-        where = f": {os.fsdecode(error.filename)}" if error.filename is not None else ""
-        complain(f"{_one_line(error.strerror or str(error))}{where}")
+        where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+        complain(f"{where}{_one_line(error.strerror or str(error))}")
         _log_exception()
         return 1
     except Exception as error:  # noqa: BLE001 - users see one line, not a traceback
