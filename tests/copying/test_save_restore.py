@@ -630,3 +630,10 @@ def test_a_file_that_fails_leaves_the_old_one_and_the_error_does_not_say_otherwi
     assert done.returncode == 1
     assert done.stderr == f"gpufs restore: {root}/tree/file: File too large\n"
     assert (root / "tree/file").read_bytes() == b"newer"
+
+
+def test_a_save_with_a_name_of_255_bytes(root: Path, tmp_path: Path) -> None:
+    (root / "file").write_bytes(b"saved")
+    for _ in range(2):  # also in place of the first one
+        gpufs_here("save", root, tmp_path / ("s" * 255))
+    assert [path.name for path in tmp_path.iterdir()] == ["s" * 255]
