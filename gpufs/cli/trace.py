@@ -89,8 +89,11 @@ def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> N
     if not output:
         raise Failure("an empty name is given where a file belongs", 2)
     if os.path.isfile(mountpoint):
-        with open(mountpoint, "rb") as recorded, _opened(output) as sink:
-            _convert(recorded, sink, {"version": __version__})
+        with open(mountpoint, "rb") as recorded:
+            if not _is_recorded(recorded):
+                raise Failure(f"{mountpoint}: is neither a mount nor a file of trace records")
+            with _opened(output) as sink:
+                _convert(recorded, sink, {"version": __version__})
         return
     entry = _mounts.find(mountpoint)
     interrupted = threading.Event()
@@ -126,6 +129,16 @@ def _opened(output: str) -> Iterator[IO[str]]:
             yield file
     except OSError as error:
         raise Failure(f"{output}: {error.strerror}") from None
+
+
+def _is_recorded(file: IO[bytes]) -> bool:
+    """Return whether a file begins as what gpufs.engine.Trace returns: the name of a thread comes before its spans."""
+    first = file.read(_RECORD.size)
+    file.seek(0)
+    if len(first) < _RECORD.size:
+        return not first
+    *_, kind, _, _, _, _, _, reserved = _RECORD.unpack(first)
+    return kind in (_THREAD, _NAME, _LOST) and not reserved
 
 
 def _convert(records: IO[bytes], sink: IO[str], facts: dict[str, str]) -> None:

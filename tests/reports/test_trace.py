@@ -293,6 +293,15 @@ def test_a_full_standard_error_takes_nothing_from_the_trace(mount: Mounter, tmp_
 # ---- the records ----
 
 
+@pytest.mark.parametrize("content", [b"short", bytes(64), b"\xff" * 300])
+def test_a_file_without_records_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    done = run(*GPUFS, "trace", tmp_path / "file", "-o", tmp_path / "trace", check=False)
+    line = f"gpufs: {tmp_path}/file: is neither a mount nor a file of trace records\n"
+    assert (done.returncode, done.stderr) == (1, line)
+    assert not (tmp_path / "trace").exists()
+
+
 def test_operations_on_streams(tmp_path: Path) -> None:
     """Each has its number and cookie, how long it waited for its stream, and its transfer."""
     (tmp_path / "file").write_bytes(bytes(MIB))
