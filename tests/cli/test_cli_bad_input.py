@@ -117,3 +117,9 @@ def test_a_file_that_may_not_be_read_is_named() -> None:
         os.chmod(file.name, 0)
         for words in (["inspect", file.name], ["trace", file.name, "-o", "-"]):
             assert user_fails(*words) == f"{file.name}: Permission denied"
+
+
+def test_a_save_that_may_not_be_read_is_not_called_anything_else() -> None:
+    with tempfile.TemporaryDirectory() as save:  # of mode 0700
+        line = user_fails("restore", "--verify", save)
+    assert line == f"gpufs restore: {save}/manifest.jsonl: Permission denied"

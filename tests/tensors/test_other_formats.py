@@ -337,6 +337,12 @@ def test_what_cannot_be_used_in_place_is_refused(root: Path, name: str) -> None:
     assert not Path("/tmp/pwned").exists()
 
 
+def test_a_file_of_no_format_is_called_that(root: Path) -> None:
+    (root / "raw").write_bytes(b"\xee" * 100)
+    with pytest.raises(FormatError, match="it is not a safetensors file"):
+        gpufs.torch.load(root / "raw")
+
+
 def test_inspect_and_diff_know_the_formats(root: Path) -> None:
     weights = torch.arange(24.0).reshape(4, 6)
     torch.save({"state": {"w": weights, "columns": weights.t(), "part": weights[:, :2]}}, root / "one.pt")
