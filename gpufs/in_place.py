@@ -12,10 +12,10 @@ import os
 import sys
 from collections.abc import Callable
 from types import FrameType, ModuleType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from gpufs._naming import named_in
-from gpufs.modes import IN_PLACE_VARIABLE, Mode, check_mode
+from gpufs.modes import IN_PLACE_VARIABLE, MODES, REPORT_VARIABLE, Mode, check_mode
 
 # Packages that ask for tensors in host memory and then move or copy each of them to where the model is to be. For them
 # tensors of a GPU's file stay on the GPU: the move is then nothing, or a copy within the device.
@@ -105,6 +105,8 @@ def _replace_safe_open(safetensors: ModuleType) -> None:
         file = None
         if framework in _TORCH and _lies_on_mount(filename):
             file = _open(filename, None if _may_stay(device, sys._getframe(1)) else device)
+        elif framework in _TORCH and REPORT_VARIABLE in os.environ:
+            print(f"gpufs: {os.fspath(filename)} is on no mount, and is read as without gpufs", file=sys.stderr)
         return original(filename, framework, device, **options) if file is None else file
 
     safe_open.__doc__ = original.__doc__
@@ -148,8 +150,11 @@ def _open(path: str | os.PathLike[str], device: Any) -> Any:
 
     copy_registered_buffers()
     explain_gpu_errors()
+    mode = os.environ.get(IN_PLACE_VARIABLE, "r")
     try:
-        return InPlaceFile(path, device, cast(Mode, os.environ.get(IN_PLACE_VARIABLE, "r")))
+        if mode not in MODES:
+            raise ValueError(f"{IN_PLACE_VARIABLE} is {mode!r}, which is none of 'r', 'r+' and 'c'")
+        return InPlaceFile(path, device, mode)
     except (OSError, ValueError) as error:
         import logging
 

@@ -12,6 +12,9 @@ from typing import Final, NamedTuple, Self
 from gpufs.syscalls import closed_after, path_of
 
 PREFIX: Final = ".gpufs-part-"
+_PART: Final = ".gpufs-part"
+_NAME_BYTES: Final = 255  # of a name, at most
+_HASH_DIGITS: Final = 16
 PINNED: Final = "user.gpufs-pinned"  # an extended attribute: a full device does not park the file
 
 _PERMISSIONS: Final = 0o777
@@ -23,6 +26,18 @@ def temporary_name() -> str:
     """Return a name that no other file has, for one that gets its own name later."""
     # As secrets.token_hex(), whose module takes a tenth of the time of a small copy to import.
     return f"{PREFIX}{os.urandom(8).hex()}"
+
+
+def part_name(name: str) -> str:
+    """Return the name under which an incomplete copy of a name is kept. Always the same, so that it can go on."""
+    raw = os.fsencode(name)
+    if len(f".{_PART}") + len(raw) > _NAME_BYTES:
+        import hashlib  # takes longer than a small copy
+
+        digits = hashlib.sha256(raw).hexdigest()[:_HASH_DIGITS]
+        kept = _NAME_BYTES - len(f".-{digits}{_PART}")
+        name = f"{os.fsdecode(raw[:kept])}-{digits}"
+    return f".{name}{_PART}"
 
 
 def has_name(fd: int, name: str, directory: int | None) -> bool:
@@ -134,11 +149,11 @@ class NewFile:
 
     @classmethod
     def part_of(cls, directory: int, name: str) -> Self:
-        """Open or create the incomplete file of a name, .NAME.gpufs-part, with which a later process can go on.
+        """Open or create the incomplete file of a name, part_name(), with which a later process can go on.
 
         OSError EBUSY if another process has it, EEXIST if it is not this user's own file.
         """
-        temporary = f".{name}.gpufs-part"
+        temporary = part_name(name)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
         fd = os.open(temporary, flags, 0o666, dir_fd=directory)
         try:

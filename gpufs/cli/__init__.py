@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -59,8 +60,8 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
         if error.filename is None and error.errno in _OUTPUT:
             complain(f"standard output: {error.strerror}")
             return 1
-        where = f": {os.fsdecode(error.filename)}" if error.filename is not None else ""
-        complain(f"{_one_line(error.strerror or str(error))}{where}")
+        where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+        complain(f"{where}{_one_line(error.strerror or str(error))}")
         _log_exception()
         return 1
     except Exception as error:  # noqa: BLE001 - users see one line, not a traceback
@@ -88,7 +89,8 @@ def _run(words: list[str]) -> int:
         code = program.main(rewrite_for_mount(words), prog_name="gpufs", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message(), file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(error.format_message(), file=sys.stderr)
         return 2
     except click.UsageError as error:
         # click does not name the command if an option lacks its value.
@@ -128,13 +130,16 @@ def _open_closed_streams() -> None:
         sys.stderr = os.fdopen(2, "w", errors="surrogateescape", closefd=False)
 
 
-def _discard_output() -> None:
-    """Redirect standard output to /dev/null if it cannot be written, so that the interpreter's final flush works."""
+def _discard_output(number: int = 1) -> None:
+    """Redirect standard output, or error (2), to /dev/null if it cannot be written.
+
+    Otherwise the interpreter's final flush fails, which makes the exit code 120.
+    """
     try:
-        sys.stdout.flush()
+        (sys.stdout if number == 1 else sys.stderr).flush()
     except OSError:
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(null, 1)
+        os.dup2(null, number)
         os.close(null)
 
 
@@ -153,6 +158,7 @@ def main() -> NoReturn:
     if not ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = run_command_line()
+    _discard_output(2)
     if not ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.freeze()  # the interpreter's last collection would find nothing either

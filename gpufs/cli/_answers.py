@@ -7,6 +7,7 @@ command gets one line about it, and goes on with the other mounts.
 
 import json
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -109,6 +110,9 @@ def _answer(question: Callable[[], Any], show: Show, answer: int) -> None:
 
 def _read(answer: int) -> Any:
     size = os.fstat(answer).st_size
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and size >= limit:  # the end of the answer is missing
+        return OSError(EFBIG, f"its answer does not fit into {limit} bytes, the most that ulimit -f allows")
     if size > MOST_BYTES:
         return os_error(EFBIG)
     if not size:

@@ -4,6 +4,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from errno import EINVAL, ENODATA
 from typing import Final
 
 from gpufs import mounting
@@ -23,6 +24,9 @@ def each_file(paths: Sequence[str], action: Callable[[str, os.stat_result], int 
     for path in paths:
         for file, status in _files(path):
             try:
+                if not stat.S_ISREG(status.st_mode):
+                    raise OSError(EINVAL, "is not a regular file")
+                parked_bytes(file)
                 result = action(file, status)
             except OSError as error:
                 complain(f"{file}: {error.strerror}")
@@ -46,11 +50,18 @@ def held_bytes(status: os.stat_result) -> int:
 
 
 def parked_bytes(path: str) -> int | None:
-    """How much of a file's memory is in the host's memory. None: this user may not read the file."""
+    """How much of a file's memory is in the host's memory. None: this user may not read the file.
+
+    OSError ENODATA for files of the mount that have no memory, such as those of the host and of gpufs itself.
+    """
     try:
         return int(os.getxattr(path, "user.gpufs.parked_bytes"))
     except PermissionError:
         return None
+    except OSError as error:
+        if error.errno != ENODATA:
+            raise
+        raise OSError(ENODATA, "is not in a device's memory") from None
 
 
 def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:

@@ -64,7 +64,10 @@ class Contents:
             if not stat.S_ISREG(kind):
                 error = EISDIR if stat.S_ISDIR(kind) else EINVAL
                 raise OSError(error, "is a directory" if error == EISDIR else "is not a regular file", path)
-            self._fd = os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._fd = os.open(path_of(named), os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as failure:
+                raise OSError(failure.errno, failure.strerror, path) from None
         status = os.fstat(self._fd)
         self.path = path
         self.size = status.st_size

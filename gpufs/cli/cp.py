@@ -46,7 +46,8 @@ from gpufs.cli._main import complete_directories, complete_files
     "--fastpath",
     type=click.Choice(["auto", "off", "require"]),
     default="auto",
-    help="Bypass host memory. auto: as the mount is configured.",
+    help="Move the bytes between storage and device without host memory. auto: where possible, as the mount is "
+    "configured; require: fail where it is not.  [default: auto]",
 )
 @_copy_options.shell
 @_copy_options.remote_gpufs

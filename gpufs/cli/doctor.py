@@ -193,7 +193,8 @@ def paths(environment: Environment, names: Sequence[str], probed: Sequence[Probe
         except FileNotFoundError:
             probe = {"error": "the current directory has been removed"}
         if "error" in probe:
-            yield Finding("paths", name, PROBLEM, probe["error"], "give a regular file or a block device that exists")
+            advice = "give a regular file or a block device of the host, which is on no mount"
+            yield Finding("paths", name, PROBLEM, probe["error"], advice)
             continue
         alignment = f"{probe['file_system'] or 'unknown file system'}, alignment {probe['offset_align']} in the file, "
         alignment += f"{probe['memory_align']} in memory"

@@ -33,7 +33,7 @@ def command(mountpoints: tuple[str, ...], listen: str | None, timeout: float) ->
             try:
                 counted += _queries.counters([path], show, timeout)
             except Failure as failure:
-                counted.append({"mountpoint": _mounts.absolute(path), "error": str(failure)})
+                counted.append({"mountpoint": _mounts.absolute(path), "error": str(failure).removeprefix(f"{path}: ")})
         return counted if mountpoints else _queries.counters([], show, timeout)
 
     def show(mount: dict[str, Any]) -> str:

@@ -11,8 +11,6 @@ from gpufs.client._daemons import set_quota
 from gpufs.config import kinds
 from gpufs.protocol import DEFAULT_LIMIT, MAX_OFFSET, NO_LIMIT
 
-_user_option = click.option("-u", "--user", metavar="NAME|UID", help="Limit this user's files instead of a directory.")
-
 
 @click.group(name="quota")
 def command() -> None:
@@ -26,7 +24,7 @@ def command() -> None:
 @command.command(name="set", short_help="Set the limit of a directory or a user.")
 @click.argument("directory", metavar="DIR", shell_complete=complete_directories)
 @click.argument("size", metavar="SIZE")
-@_user_option
+@click.option("-u", "--user", metavar="NAME|UID", help="Limit this user's files instead of a directory.")
 def set_command(directory: str, size: str, user: str | None) -> None:
     """Let the files below DIR hold SIZE of memory, for example 8G.
 
@@ -47,9 +45,9 @@ def set_command(directory: str, size: str, user: str | None) -> None:
 
 @command.command(name="remove", short_help="Remove the limit of a directory or a user.")
 @click.argument("directory", metavar="DIR", shell_complete=complete_directories)
-@_user_option
+@click.option("-u", "--user", metavar="NAME|UID", help="Remove this user's limit instead of a directory's.")
 def remove_command(directory: str, user: str | None) -> None:
-    """Remove the limit of DIR, or of a user.
+    """Remove the limit of DIR. With --user that of a user: on DIR, a device, or on each device of DIR, a mountpoint.
 
     The limit of the knob user_memory then applies to the user again.
     """

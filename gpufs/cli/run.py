@@ -82,7 +82,10 @@ def command(mode: str, report: bool, caches: str | None, words: tuple[str, ...])
     """
     program = shutil.which(words[0])
     if program is None:
-        raise Failure(f"{words[0]}: no such program", 127)
+        if not os.path.isfile(words[0]):
+            raise Failure(f"{words[0]}: no such program", 127)
+        hint = f": gpufs run python {shlex.quote(words[0])}" if words[0].endswith(".py") else ""
+        raise Failure(f"{words[0]}: is not executable, or not in PATH{hint}", 126)
     environment = {**os.environ, IN_PLACE_VARIABLE: mode, **({REPORT_VARIABLE: "1"} if report else {})}
     python = _python_of(program)
     if python is not None and not _has_gpufs(python, environment):

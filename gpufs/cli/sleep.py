@@ -42,7 +42,9 @@ def command(paths: tuple[str, ...], timeout: float) -> None:
         if before:
             return "asleep before"
         if after == 0:
-            return "smaller than 2 MiB" if status.st_size < _SMALL else "in use again"
+            if status.st_size < _SMALL:
+                return "smaller than 2 MiB"
+            return "in use again" if status.st_blocks else "of holes alone"
         return after or held_bytes(status)
 
     each_file(paths, sleep, "asleep:")

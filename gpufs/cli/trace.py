@@ -89,8 +89,11 @@ def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> N
     if not output:
         raise Failure("an empty name is given where a file belongs", 2)
     if os.path.isfile(mountpoint):
-        with open(mountpoint, "rb") as recorded, _opened(output) as sink:
-            _convert(recorded, sink, {"version": __version__})
+        with open(mountpoint, "rb") as recorded:
+            if not _is_recorded(recorded):
+                raise Failure(f"{mountpoint}: is neither a mount nor a file of trace records")
+            with _opened(output) as sink:
+                _convert(recorded, sink, {"version": __version__})
         return
     entry = _mounts.find(mountpoint)
     interrupted = threading.Event()
@@ -104,7 +107,7 @@ def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> N
         raise _refused(entry.mountpoint, error) from None
     try:
         # Converting to JSON takes longer than recording, so it is done afterwards.
-        with _opened(output) as sink, tempfile.TemporaryFile(buffering=0) as records:
+        with tempfile.TemporaryFile(buffering=0) as records, _opened(output) as sink:
             ended = _record(source, records, duration, interrupted)
             records.seek(0)
             _convert(records, sink, {"version": __version__, "mountpoint": entry.mountpoint})
@@ -128,6 +131,16 @@ def _opened(output: str) -> Iterator[IO[str]]:
         raise Failure(f"{output}: {error.strerror}") from None
 
 
+def _is_recorded(file: IO[bytes]) -> bool:
+    """Return whether a file begins as what gpufs.engine.Trace returns: the name of a thread comes before its spans."""
+    first = file.read(_RECORD.size)
+    file.seek(0)
+    if len(first) < _RECORD.size:
+        return not first
+    *_, kind, _, _, _, _, _, reserved = _RECORD.unpack(first)
+    return kind in (_THREAD, _NAME, _LOST) and not reserved
+
+
 def _convert(records: IO[bytes], sink: IO[str], facts: dict[str, str]) -> None:
     converter = Converter(sink, facts)
     while data := records.read(_READ_BYTES):
@@ -135,7 +148,8 @@ def _convert(records: IO[bytes], sink: IO[str], facts: dict[str, str]) -> None:
     converter.end()
     sink.flush()
     lost = f", {converter.lost} more were lost: the recording could not keep up" if converter.lost else ""
-    print(f"{converter.spans} spans{lost}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the trace is complete without this line
+        print(f"{converter.spans} spans{lost}", file=sys.stderr)
 
 
 def _refused(mountpoint: str, error: OSError) -> Failure:

@@ -283,6 +283,8 @@ class CopyJob:
         copied = f"{self._amount()} were copied" if data.done else ""
         if self._whole or not self._is_regular():
             return copied
+        if not self.destination.status.st_nlink:  # restore()'s new file, which has no name yet: it goes
+            return ""
         if self._created and not (partial and self._emptied) and self._remove():
             data.done = 0
             return ""

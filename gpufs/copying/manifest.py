@@ -13,6 +13,7 @@ import re
 import stat
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import IO, Annotated, Final, Literal, NamedTuple, TypeAlias
 from urllib.parse import unquote_to_bytes
 
@@ -340,4 +341,6 @@ def find_save(path: str) -> tuple[str, str]:
             return above, part
         part = os.path.join(name, part) if part else name
     os.stat(path)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(os.path.join(path, MANIFEST))  # raises PermissionError if this user may not know
     raise OSError(errno.ENOENT, f"is not a save, nor a directory of one: it has no {MANIFEST}", path)

@@ -13,14 +13,14 @@ from typing import Final
 
 from gpufs import syscalls
 from gpufs.copying.entries import make_durable
-from gpufs.new_file import has_name
+from gpufs.new_file import has_name, part_name
 
 _RENAME_EXCHANGE: Final = 2
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NewDirectory:
-    """A new directory, as .NAME.gpufs-part beside the one that it becomes.
+    """A new directory, as part_name() beside the one that it becomes.
 
     What a process that has died has left there is removed by the next one for the same name. OSError if it cannot have
     the name, which is absolute and without symbolic links. ``may_replace`` gets the descriptor of a directory that has
@@ -30,7 +30,7 @@ class NewDirectory:
     def __init__(self, path: str, may_replace: Callable[[int], None]) -> None:
         self._path = path
         above, self._name = os.path.split(path)
-        self._part = f".{self._name}.gpufs-part"
+        self._part = part_name(self._name)
         self.fd = self._above = -1  # the first: open for reading
         try:
             self._above = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -82,7 +82,17 @@ def shortage(fd: int, needed: int, mounts: Sequence[MountEntry]) -> str:
     texts = [bytes_text(needed), bytes_text(free)]
     if texts[0] == texts[1]:
         texts = [f"{needed} bytes", f"{free} bytes"]
-    return f"needs {texts[0]}, {texts[1]} free{f' on {place}' if place else ''}"
+    limit = " within a directory's limit" if _has_limit(space, place, mounts) else ""
+    return f"needs {texts[0]}, {texts[1]} free{limit}{f' on {place}' if place else ''}"
+
+
+def _has_limit(space: os.statvfs_result, place: str, mounts: Sequence[MountEntry]) -> bool:
+    """Whether ``space`` is that of a directory with a limit: it has less than its device."""
+    root = next((entry for entry in mounts if entry.root == "/"), None)
+    try:
+        return root is not None and space.f_blocks < os.statvfs(os.path.join(root.mountpoint, place)).f_blocks
+    except OSError:
+        return False
 
 
 def _free_with_parking(fd: int, mounts: Sequence[MountEntry]) -> int:

@@ -51,7 +51,12 @@ class Directory:
             raise OSError(errno.ENOTDIR, "a file cannot be overwritten with a directory", entry.path) from None
         except OSError as error:
             raise OSError(error.errno, error.strerror, entry.path) from None
-        if self.created and os.listdir(path_of(self.fd)):
+        try:
+            strange = self.created and os.listdir(path_of(self.fd))
+        except OSError as error:
+            os.close(self.fd)
+            raise OSError(error.errno, error.strerror, entry.path) from None
+        if strange:
             os.close(self.fd)
             raise OSError(errno.EBUSY, "another process has put a directory in its place", entry.path)
 

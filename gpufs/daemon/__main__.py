@@ -272,8 +272,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as failure:
         log.exception("the mount failed")
-        code = failure.errno if isinstance(failure, OSError) else None
-        _report(answer, code or errno.EIO, str(failure) if code else f"internal failure: {failure}")
+        code, text = errno.EIO, f"internal failure: {failure}"
+        if isinstance(failure, OSError) and failure.errno:
+            where = f"{failure.filename}: " if failure.filename is not None else ""
+            code, text = failure.errno, f"{where}{failure.strerror}"
+        _report(answer, code, text)
         return 1
     finally:
         if logs is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from gpufs.formats import FormatError
 from gpufs.formats.budget import TENSOR_BYTES, Budget
 from gpufs.formats.element_types import IN_SAFETENSORS
+from gpufs.formats.element_types import named as element_named
 from gpufs.formats.safetensors import without_garbage_collection
 
 MAGIC: Final = b"PK\x03\x04"
@@ -36,7 +37,8 @@ _MAX_DEPTH: Final = 100
 _MAX_NAME: Final = 4096
 _MAX_NUMBER: Final = (1 << 63) - 1
 _SHOWN: Final = 100  # characters of what a file contains, in messages
-# The names of safetensors for the storages of torch. An untyped storage has its dtype in the tensor.
+# The names of safetensors for the storages of torch, or torch's where it has none. An untyped storage has its dtype in
+# the tensor.
 _STORAGES: Final = {
     "DoubleStorage": "F64",
     "FloatStorage": "F32",
@@ -49,8 +51,15 @@ _STORAGES: Final = {
     "ByteStorage": "U8",
     "BoolStorage": "BOOL",
     "ComplexFloatStorage": "C64",
+    "ComplexDoubleStorage": "complex128",
     "UntypedStorage": "U8",
 }
+# The dtypes of torch that safetensors has no name for. Only complex128 can be that of a tensor here.
+_OTHER_DTYPES: Final = (
+    *("complex32", "complex128", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *("qint8", "qint32", "quint8", "quint2x4", "quint4x2"),
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +154,14 @@ def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Memb
 
 
 class Storage(NamedTuple):
-    """A member of the archive that tensors lie in. ``dtype``: of its elements, by safetensors' name."""
+    """A member of the archive that tensors lie in. ``dtype``: of its elements, as in Dtype."""
 
     dtype: str
     member: Member
 
 
 class Dtype(NamedTuple):
-    """A dtype of torch, by safetensors' name."""
+    """A dtype of torch, by safetensors' name, or by torch's if safetensors has none."""
 
     name: str
 
@@ -163,10 +172,24 @@ class Size(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Device(NamedTuple):
+    """A torch.device."""
+
+    kind: str
+    number: int | None
+
+
+class Layout(NamedTuple):
+    """A torch.layout, by its full name."""
+
+    name: str
+
+
 class StoredTensor(NamedTuple):
     """A tensor of the pickle, in elements of ``dtype`` from the start of its storage.
 
     ``conjugated``, ``negated``: whether its elements are the conjugates, or the negatives, of those that are stored.
+    ``attributes``: what a program has set on the tensor. The pickle can still change this dict.
     """
 
     storage: Storage
@@ -178,6 +201,7 @@ class StoredTensor(NamedTuple):
     is_parameter: bool = False
     conjugated: bool = False
     negated: bool = False
+    attributes: dict[Any, Any] | None = None
 
     def place(self, itemsize: int) -> tuple[int, int]:
         """Return the offset in the file and the number of its bytes. FormatError if the file does not have them all."""
@@ -192,11 +216,14 @@ class StoredTensor(NamedTuple):
         return member.offset + start, count
 
 
-Leaf: TypeAlias = StoredTensor | Storage | Dtype | Size
+Leaf: TypeAlias = StoredTensor | Storage | Dtype | Size | Device | Layout
 
 
 class _StorageType(NamedTuple):
     dtype: str
+
+
+_TENSOR: Final = object()  # the class torch.Tensor
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
@@ -249,6 +276,8 @@ def _tensor_of_dtype(
     """Do what torch._utils._rebuild_tensor_v3 does, for dtypes whose storage is untyped."""
     if type(dtype) is not Dtype:
         raise FormatError("a tensor of the pickle has no dtype")
+    if element_named(dtype.name) is None:
+        raise FormatError(f"a tensor of torch.{dtype.name} cannot be used in place: use torch.load()")
     return _tensor(storage, offset, shape, strides, requires_grad, hooks, metadata)._replace(dtype=dtype.name)
 
 
@@ -259,8 +288,57 @@ def _parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
     return data._replace(requires_grad=bool(requires_grad), is_parameter=True)
 
 
+def _parameter_with_attributes(data: Any, requires_grad: Any, _: Any, state: Any) -> StoredTensor:
+    """Do what torch._utils._rebuild_parameter_with_state does."""
+    return _with_attributes(_parameter(data, requires_grad), state)
+
+
+def _tensor_with_attributes(rebuild: Any, kind: Any, arguments: Any, state: Any) -> StoredTensor:
+    """Do what torch._tensor._rebuild_from_type_v2 does for torch.Tensor itself."""
+    if rebuild not in (_tensor, _tensor_of_dtype) or kind is not _TENSOR or type(arguments) is not tuple:
+        raise FormatError("the pickle has a subclass of torch.Tensor: use torch.load(), if you trust the file's author")
+    return _with_attributes(rebuild(*arguments), state)
+
+
+def _with_attributes(tensor: StoredTensor, state: Any) -> StoredTensor:
+    if state is not None and type(state) is not dict:
+        raise FormatError("a tensor of the pickle has attributes that are not a dict")
+    return tensor._replace(attributes=state)
+
+
 def _ordered_dict() -> OrderedDict[Any, Any]:
     return OrderedDict()
+
+
+def _device(kind: Any, index: Any = None) -> Device:
+    if type(kind) is not str or not (index is None or type(index) is int):
+        raise FormatError("the pickle has a device without a name")
+    return Device(kind[:_SHOWN], index)
+
+
+def _layout(name: Any) -> Layout:
+    if type(name) is not str:
+        raise FormatError("the pickle has a layout without a name")
+    return Layout(name[:_SHOWN])
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise FormatError("the pickle has a complex number of something that is not a number")
+    return complex(real, imaginary)
+
+
+def _encoded(text: Any, encoding: Any) -> bytes:
+    """Return what stands for bytes in protocol 2, which has none of Python 3."""
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise FormatError("the pickle has bytes in an encoding that is not known")
+    return text.encode("latin-1")
+
+
+def _bytearray(content: Any = b"", encoding: Any = "latin-1") -> bytearray:
+    if type(content) is not bytes:
+        content = _encoded(content, encoding)
+    return bytearray(content)
 
 
 _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
@@ -269,9 +347,19 @@ _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
     ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter_with_attributes,
+    ("torch._tensor", "_rebuild_from_type_v2"): _tensor_with_attributes,
+    ("torch", "Tensor"): _TENSOR,
+    ("torch", "device"): _device,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("_codecs", "encode"): _encoded,
     ("torch.storage", "UntypedStorage"): _StorageType("U8"),
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
     **{("torch", element.name): Dtype(dtype) for dtype, element in IN_SAFETENSORS.items() if element.dlpack >= 0},
+    **{("torch", name): Dtype(name) for name in _OTHER_DTYPES},
+    # Protocol 2 has the names of Python 2.
+    **{(module, "bytearray"): _bytearray for module in ("builtins", "__builtin__")},
+    **{(module, "complex"): _complex for module in ("builtins", "__builtin__")},
 }
 
 # What one instruction of a pickle may add: an object, and its place in a container or in the memo.
@@ -283,7 +371,10 @@ _INSTRUCTIONS: Final = (
     "BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
     "APPEND APPENDS EMPTY_DICT SETITEM SETITEMS"
 ).split()
-_ATOMS: Final = (str, int, float, bool, bytes, type(None))
+_ATOMS: Final = (str, int, float, complex, bool, bytes, type(None))
+_KEY_LEAVES: Final = (Dtype, Size, Device, Layout)
+_DICTS: Final = (dict, OrderedDict, Counter)
+_CONTAINERS: Final = (*_DICTS, list, tuple)
 
 
 class _Unpickler(pickle._Unpickler):
@@ -303,10 +394,11 @@ class _Unpickler(pickle._Unpickler):
         self._members = members
 
     def find_class(self, module: str, name: str) -> Any:
-        allowed = _ALLOWED.get((module, name))
+        own = {"builtins.set": self._made_set, "__builtin__.set": self._made_set, "collections.Counter": self._counter}
+        allowed = _ALLOWED.get((module, name)) or own.get(f"{module}.{name}")
         if allowed is None:
             raise FormatError(
-                f"the pickle needs {f'{module}.{name}'[:_SHOWN]}, which is neither a tensor nor a container: use "
+                f"the pickle needs {f'{module}.{name}'[:_SHOWN]}, which is neither a plain tensor nor a container: use "
                 "torch.load(), if you trust the file's author"
             )
         return allowed
@@ -344,14 +436,37 @@ class _Unpickler(pickle._Unpickler):
 
     def _set(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) not in (dict, OrderedDict):
+        if type(target) not in _DICTS:
             raise FormatError("the pickle sets items of something that is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # The hash of a nested tuple can take for ever.
-            if not isinstance(key, _ATOMS) and not (type(key) is tuple and all(isinstance(one, _ATOMS) for one in key)):
-                raise FormatError("the pickle has a dict with keys that are neither texts nor numbers")
-            self.budget.take(0)  # colliding keys take time
+            self._check_key(key)
             target[key] = value
+
+    def _check_key(self, key: Any) -> None:
+        # The hash of a nested tuple can take for ever.
+        if not isinstance(key, (*_ATOMS, *_KEY_LEAVES)) and not (
+            type(key) is tuple and all(isinstance(one, _ATOMS) for one in key)
+        ):
+            raise FormatError("the pickle has a dict or set with keys that are neither texts nor numbers")
+        self.budget.take(0)  # colliding keys take time
+
+    def _made_set(self, items: Any = ()) -> set[Any]:
+        if type(items) not in (list, tuple):
+            raise FormatError("the pickle has a set of something that is not a list")
+        made = set()
+        for item in items:
+            self.budget.take(_STEP_BYTES)
+            self._check_key(item)
+            made.add(item)
+        return made
+
+    def _counter(self, counts: Any = None) -> Counter[Any]:
+        if counts is not None and type(counts) is not dict:
+            raise FormatError("the pickle has a Counter of something that is not a dict")
+        made: Counter[Any] = Counter()
+        self.budget.take(_STEP_BYTES * len(counts or ()))
+        dict.update(made, counts or {})
+        return made
 
     def load_build(self) -> None:
         state = self.stack.pop()
@@ -434,7 +549,7 @@ def named(value: Any) -> Iterator[tuple[str, StoredTensor]]:
         if isinstance(value, StoredTensor):
             budget.take(TENSOR_BYTES + len(name))
             yield name, value
-        elif type(value) in (dict, OrderedDict, list, tuple) and id(value) not in without:
+        elif type(value) in _CONTAINERS and id(value) not in without:
             budget.take(_STEP_BYTES)
             _check_depth(depth)
             found = False
@@ -461,11 +576,13 @@ def restore(value: Any, make: Callable[[Leaf], Any]) -> Any:
     known: dict[int, Any] = {}
 
     def made(value: Any, depth: int) -> Any:
-        if isinstance(value, (StoredTensor, Storage, Dtype, Size)):
+        if isinstance(value, (StoredTensor, Storage, *_KEY_LEAVES)):
             if id(value) not in known:
-                known[id(value)] = make(value)
+                known[id(value)] = leaf = make(value)  # first: its attributes may lead to it
+                if isinstance(value, StoredTensor) and value.attributes:
+                    vars(leaf).update(made(value.attributes, depth + 1))
             return known[id(value)]
-        if type(value) not in (dict, OrderedDict, list, tuple):
+        if type(value) not in (*_CONTAINERS, set):
             return value
         if id(value) in known:
             return known[id(value)]
@@ -476,8 +593,11 @@ def restore(value: Any, make: Callable[[Leaf], Any]) -> Any:
         known[id(value)] = result = type(value)()  # first: it may contain itself
         if type(value) is list:
             result.extend(made(item, depth + 1) for item in value)
+        elif type(value) is set:
+            result.update(made(item, depth + 1) for item in value)
         else:
-            result.update((key, made(item, depth + 1)) for key, item in value.items())
+            for key, item in value.items():  # update() of a Counter adds
+                result[made(key, depth + 1)] = made(item, depth + 1)
         if type(value) is OrderedDict:
             vars(result).update(vars(value))
         return result

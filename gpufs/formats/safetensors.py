@@ -76,7 +76,8 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
         raise FormatError(f"the file has {file_bytes} bytes; a safetensors file has at least {LENGTH_BYTES}")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
-        raise FormatError(f"the header has {length} bytes; at most {MAX_HEADER_BYTES} are allowed")
+        text = f"its header would have {length} bytes, and at most {MAX_HEADER_BYTES} are allowed"
+        raise FormatError(f"it is not a safetensors file: {text}")
     if LENGTH_BYTES + length > file_bytes:
         raise FormatError(f"the header has {length} bytes and the file only {file_bytes}")
     return length

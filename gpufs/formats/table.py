@@ -10,6 +10,7 @@ from operator import mul
 from typing import Final, TypeAlias
 
 from gpufs.formats import FormatError, archives, gguf, npy, safetensors
+from gpufs.formats.element_types import named
 from gpufs.formats.layout import Layout, TensorPlace
 
 # recognize() needs so many bytes of the beginning of a file.
@@ -140,7 +141,9 @@ def _read_archive(size: int, read: Read) -> Layout | None:
 
 
 def _place_of_stored(name: str, tensor: archives.StoredTensor) -> TensorPlace:
-    bits = safetensors.BITS[tensor.dtype]
+    element = named(tensor.dtype)
+    assert element is not None, tensor.dtype  # as the pickle was read
+    bits = element.bits
     offset, count = tensor.place(bits // 8)
     elements = prod(tensor.shape)
     dtype = tensor.dtype

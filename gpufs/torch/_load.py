@@ -20,7 +20,7 @@ from gpufs.modes import Mode
 from gpufs.torch._file import TORCH_DTYPES, Device, load_file
 from gpufs.torch._memory import FileMemory
 
-_LARGEST_ITEM = 8  # bytes of an element of torch.save(), at most
+_LARGEST_ITEM = 16  # bytes of an element of torch.save(), at most
 
 
 class _FileInPlace:
@@ -197,10 +197,20 @@ def _leaf(file: _FileInPlace, value: archives.Leaf) -> Any:
     """Return what stands for a part of the saved object, as torch.load() has it."""
     if isinstance(value, archives.Size):
         return torch.Size(value.shape)
+    if isinstance(value, archives.Device):
+        try:
+            return torch.device(value.kind) if value.number is None else torch.device(value.kind, value.number)
+        except RuntimeError:
+            raise FormatError(f"torch {torch.__version__} has no device {value.kind!r}, {value.number}") from None
+    if isinstance(value, archives.Layout):
+        layout = getattr(torch, value.name.removeprefix("torch."), None)
+        if not isinstance(layout, torch.layout):
+            raise FormatError(f"torch {torch.__version__} has no layout {value.name!r}")
+        return layout
     name = value.name if isinstance(value, archives.Dtype) else value.dtype
-    if name not in TORCH_DTYPES:
+    dtype = TORCH_DTYPES.get(name) or getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise FormatError(f"torch {torch.__version__} has no dtype for {name}")
-    dtype = TORCH_DTYPES[name]
     if isinstance(value, archives.Dtype):
         return dtype
     return _storage(value, file, dtype) if isinstance(value, archives.Storage) else _stored(value, file, dtype)
@@ -213,6 +223,9 @@ def _storage(value: archives.Storage, file: _FileInPlace, dtype: torch.dtype) ->
 
 
 def _stored(value: archives.StoredTensor, file: _FileInPlace, dtype: torch.dtype) -> torch.Tensor:
+    unsettable = [str(name) for name in value.attributes or () if type(name) is not str or hasattr(torch.Tensor, name)]
+    if unsettable:
+        raise FormatError(f"a tensor of the pickle replaces the attribute {unsettable[0][:100]!r} of torch.Tensor")
     tensor = file.stored(value, dtype)
     if value.conjugated:
         tensor = tensor.conj()

@@ -1,5 +1,7 @@
 """Wrong input of every kind: one clear line on standard error, the right exit code, nothing left behind."""
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,16 @@ def test_a_missing_driver_is_reported(mountpoint: Path, driver: str) -> None:
 def test_only_gpufs_mounts_are_unmounted(tmp_path: Path) -> None:
     for command, path in (("umount", "/proc"), ("df", tmp_path)):
         assert fails(1, command, path) == f"{path}: no gpufs is mounted there (gpufs status lists those that are)"
+
+
+def test_a_file_that_may_not_be_read_is_named() -> None:
+    with tempfile.NamedTemporaryFile() as file:  # in a directory that a plain user may search
+        os.chmod(file.name, 0)
+        for words in (["inspect", file.name], ["trace", file.name, "-o", "-"]):
+            assert user_fails(*words) == f"{file.name}: Permission denied"
+
+
+def test_a_save_that_may_not_be_read_is_not_called_anything_else() -> None:
+    with tempfile.TemporaryDirectory() as save:  # of mode 0700
+        line = user_fails("restore", "--verify", save)
+    assert line == f"gpufs restore: {save}/manifest.jsonl: Permission denied"

@@ -31,6 +31,11 @@ def test_full_standard_output_is_a_failure(words: tuple[str, ...]) -> None:
     assert last_words(shell('exec "$@" >/dev/full', *words)) == (1, "gpufs: standard output: No space left on device")
 
 
+@pytest.mark.parametrize(("words", "code"), [((), 2), (("cp",), 2), (("df", "/nowhere"), 1), (("run", "nowhere"), 127)])
+def test_full_standard_error_leaves_the_exit_code(words: tuple[str, ...], code: int) -> None:
+    assert shell('exec "$@" 2>/dev/full', *words).returncode == code
+
+
 @pytest.mark.slow
 def test_a_log_pipe_that_is_full_does_not_block_the_mount(mountpoint: Path, tmp_path: Path) -> None:
     """The daemon drops lines and counts them, for example after `gpufs mount --foreground 2>&1 | less`."""

@@ -63,6 +63,14 @@ def test_what_does_not_fit_changes_nothing(small: GpufsMount, tree: Path) -> Non
     assert (small.device / "there").read_bytes() == b"precious"
 
 
+def test_the_limit_of_a_directory_is_named(small: GpufsMount, tree: Path) -> None:
+    (small.device / "limited").mkdir()
+    gpufs_here("quota", "set", small.device / "limited", "16M")
+    done = gpufs_here("cp", tree / "one", small.device / "limited", check=False)
+    assert "needs 20.0 MiB, 16.0 MiB free within a directory's limit on gpu0" in done.stderr
+    (small.device / "limited").rmdir()
+
+
 def test_more_than_the_device_has_is_refused_at_once(
     small: GpufsMount, host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -618,3 +618,22 @@ def test_a_plain_user_saves_and_restores_what_is_the_users_own(
     assert os.getxattr(mine, "user.note") == b"x"
     assert {path.stat().st_uid for path in (mine, theirs, root / "end", root / "end" / "d")} == {NOBODY}
     assert stat.S_IMODE((root / "end" / "d").stat().st_mode) == 0o500
+
+
+def test_a_file_that_fails_leaves_the_old_one_and_the_error_does_not_say_otherwise(root: Path, tmp_path: Path) -> None:
+    (root / "tree").mkdir()
+    (root / "tree/file").write_bytes(b"saved")
+    gpufs_here("save", root / "tree", tmp_path / "save")
+    (root / "tree/file").write_bytes(b"newer")
+    words = [*GPUFS, "restore", "--overwrite", str(tmp_path / "save"), str(root / "tree")]
+    done = run("sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *words, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"gpufs restore: {root}/tree/file: File too large\n"
+    assert (root / "tree/file").read_bytes() == b"newer"
+
+
+def test_a_save_with_a_name_of_255_bytes(root: Path, tmp_path: Path) -> None:
+    (root / "file").write_bytes(b"saved")
+    for _ in range(2):  # also in place of the first one
+        gpufs_here("save", root, tmp_path / ("s" * 255))
+    assert [path.name for path in tmp_path.iterdir()] == ["s" * 255]

@@ -179,3 +179,12 @@ def test_an_interrupted_command_leaves_no_process(mount: Mounter, everybody: boo
         wait_until(lambda: has_ended(reader), 20, "the end of who asked")
     finally:
         own.signal(signal.SIGCONT)
+
+
+def test_a_limit_on_file_sizes_that_an_answer_exceeds_is_named(shared_mount: GpufsMount) -> None:
+    for blocks in (0, 1):
+        command = f'ulimit -f {blocks}; exec "$@"'
+        done = run("sh", "-c", command, "sh", *GPUFS, "status", str(shared_mount.path), check=False)
+        assert done.returncode == 1
+        assert "the most that ulimit -f allows" in done.stderr
+        assert len(done.stderr.splitlines()) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.mounting import GPUFS
+from support.mounting import GPUFS, GpufsMount
 from support.processes import NOBODY, run
 
 from gpufs.cli import doctor as checks
@@ -226,6 +226,14 @@ def test_doctor_examines_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")
+def test_the_advice_for_a_file_on_a_mount_names_another_place(shared_mount: GpufsMount) -> None:
+    (shared_mount.device / "examined").touch()
+    done = run(*GPUFS, "doctor", shared_mount.device / "examined", check=False)
+    assert "examined: the backing file is on a mount of gpufs" in done.stdout
+    assert "of the host, which is on no mount" in done.stdout
+    (shared_mount.device / "examined").unlink()
+
+
 def test_modules_in_the_current_directory_are_not_imported(tmp_path: Path) -> None:
     """Another user may own the directory in which root runs the command."""
     for name in ("json", "gpufs", "cffi", "sitecustomize", "usercustomize"):

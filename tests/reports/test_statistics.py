@@ -256,6 +256,10 @@ def test_metrics_of_several_mounts(mount: Mounter) -> None:
     done = run(*GPUFS, "metrics", first.path, second.path, check=False)
     assert done.returncode == 1
     assert metrics_of(done.stdout)["gpufs_up"][("mountpoint", str(second.path)),] == 0
+    assert (
+        done.stderr.splitlines()[0]
+        == f"gpufs: {second.path}: no gpufs is mounted there (gpufs status lists those that are)"
+    )
 
 
 def test_the_dashboard_shows_what_is_exported(mount: Mounter) -> None:

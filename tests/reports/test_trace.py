@@ -283,7 +283,23 @@ def test_an_output_that_cannot_be_written(mount: Mounter, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+def test_a_full_standard_error_takes_nothing_from_the_trace(mount: Mounter, tmp_path: Path) -> None:
+    own = mount()
+    trace = [*GPUFS, "trace", str(own.path), "-o", str(tmp_path / "trace"), "--duration", "0.05"]
+    assert run("sh", "-c", 'exec "$@" 2>/dev/full', "sh", *trace, check=False).returncode == 0
+    checked(tmp_path / "trace")
+
+
 # ---- the records ----
+
+
+@pytest.mark.parametrize("content", [b"short", bytes(64), b"\xff" * 300])
+def test_a_file_without_records_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    done = run(*GPUFS, "trace", tmp_path / "file", "-o", tmp_path / "trace", check=False)
+    line = f"gpufs: {tmp_path}/file: is neither a mount nor a file of trace records\n"
+    assert (done.returncode, done.stderr) == (1, line)
+    assert not (tmp_path / "trace").exists()
 
 
 def test_operations_on_streams(tmp_path: Path) -> None:

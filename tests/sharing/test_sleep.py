@@ -358,6 +358,18 @@ def test_a_small_file_stays_and_the_figures_are_what_has_happened(place: Survivo
     small.unlink()
 
 
+def test_what_has_no_memory_is_named_as_what_it_is(place: Survivor, file: Path) -> None:
+    os.mkfifo(place.device / "fifo")
+    (place.device / "sparse").touch()
+    os.truncate(place.device / "sparse", 4 * MIB)
+    for name in ("sleep", "wake", "pin", "unpin"):
+        done = command(name, place.device / "fifo", place.path / "README", file, check=False)
+        reasons = [line.rpartition("/")[2] for line in done.stderr.splitlines()]
+        assert reasons[:2] == ["fifo: is not a regular file", "README: is not in a device's memory"]
+        assert (done.returncode, " 1 " in done.stdout) == (1, True), name
+    assert command("sleep", place.device / "sparse").stdout.endswith("unchanged: 1 of holes alone\n")
+
+
 def test_a_sparse_file_moves_in_the_time_that_its_data_take(place: Survivor, file: Path) -> None:
     """Evicting a file of many TiB kept all others from memory for minutes."""
     size, data = 1 << 44, noise(MIB)

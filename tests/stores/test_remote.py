@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from support.cli import fails, gpufs, refused
@@ -303,8 +304,12 @@ def test_too_little_space_is_found_out_before_a_request(mount: Mounter, web: Web
 
 def part_of(root: Path) -> int:
     """The parts that an incomplete file has, one bit for each."""
+    return attribute_of(root / ".file.gpufs-part")
+
+
+def attribute_of(path: Path) -> int:
     try:
-        return int(json.loads(os.getxattr(root / ".file.gpufs-part", "user.gpufs-parts"))["finished"], 16)
+        return int(json.loads(os.getxattr(path, "user.gpufs-parts"))["finished"], 16)
     except OSError:
         return 0
 
@@ -335,6 +340,30 @@ def test_partial_goes_on_where_a_copy_ended(root: Path, web: WebServer, number: 
     assert os.listxattr(root / "file") == []
     assert web.requested("/file") == [(part * PART, (part + 1) * PART) for part in (2, 3)]
     assert json.loads(done.stdout)["paths"] == {"remote": 2 * PART, "kept": 2 * PART}
+
+
+@pytest.mark.parametrize("name", ["n" * 243, "n" * 244, "n" * 255, "\u00e9" * 127])
+def test_names_that_leave_no_space_for_that_of_an_incomplete_file(root: Path, web: WebServer, name: str) -> None:
+    """Each has an incomplete file of its own, with which another run goes on."""
+    url = f"{web.url}/{quote(name)}"
+    web.files[f"/{name}"] = FOUR_PARTS
+    web.held = 2 * PART
+    web.released.clear()
+    with subprocess.Popen([*GPUFS, "cp", "--partial", url, str(root)]) as child:
+
+        def has_two_parts() -> bool:
+            assert child.poll() is None
+            return any(attribute_of(root / part) == 0b11 for part in left(root))
+
+        wait_until(has_two_parts, PATIENCE, "the first parts")
+        child.kill()
+    web.released.set()
+    web.files[f"/{name[:-1]}m"] = noise(10)
+    gpufs("cp", f"{web.url}/{quote(name[:-1])}m", root)  # does not take the incomplete file of the other one
+    done = gpufs("cp", "--partial", "--json", url, root)
+    assert json.loads(done.stdout)["paths"]["kept"] == 2 * PART
+    assert_same((root / name).read_bytes(), FOUR_PARTS)
+    assert left(root) == sorted([name, f"{name[:-1]}m"])
 
 
 def test_content_without_a_version_is_loaded_again(root: Path, web: WebServer) -> None:

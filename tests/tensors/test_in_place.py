@@ -359,6 +359,21 @@ def test_in_a_running_program(weights: Path) -> None:
     assert found == [[0, 2], [2, 0], [1, 0]]
 
 
+def test_what_a_user_has_mistaken_is_named(weights: Path, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import safetensors.torch, sys; safetensors.torch.load_file(sys.argv[1])")
+    assert fails(126, "run", script).endswith(f"not executable, or not in PATH: gpufs run python {script}")
+    elsewhere = tmp_path / "weights.safetensors"
+    elsewhere.write_bytes(weights.read_bytes())
+    for words, environment, line in (
+        ([*GPUFS, "run", "--report"], {}, f"gpufs: {elsewhere} is on no mount, and is read as without gpufs"),
+        ([], {"GPUFS_IN_PLACE": "1"}, f"{weights} is copied instead of used in place: GPUFS_IN_PLACE is '1'"),
+    ):
+        command = [*words, sys.executable, str(script), str(elsewhere if words else weights)]
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+        assert done.stderr.startswith(line)
+
+
 def test_programs_that_cannot_be_run(tmp_path: Path) -> None:
     """Names of no program and Pythons without gpufs are refused; other programs run as they are."""
     assert "no-such-program" in fails(127, "run", "no-such-program")

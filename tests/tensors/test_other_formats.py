@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import json
 import os
@@ -63,6 +64,44 @@ def test_files_of_torch_save(root: Path) -> None:
     assert changed["views"][0].untyped_storage().data_ptr() == changed["views"][1].untyped_storage().data_ptr()
     changed["views"][2][0][3] = 42
     assert changed["views"][0][0, 3] == torch.load(path)["views"][0][0, 3] == 42
+
+
+def test_all_objects_that_torch_load_takes(root: Path) -> None:
+    """What torch.load(weights_only=True) takes beside tensors, in the protocol that torch.save() uses."""
+    tagged = torch.arange(6.0)
+    parameter = torch.nn.Parameter(torch.arange(3.0))
+    vars(tagged).update(group="a", others=[parameter.data])
+    vars(parameter).update(halves=(1, 2))
+    values: dict[str, Any] = {
+        "set": {1, "two", (3, 4.5), None},
+        "empty set": set(),
+        "bytes": [b"\0\xff", b"text"],
+        "bytearrays": [bytearray(b"\0\xff"), bytearray()],
+        "complex": [1 + 2j, complex("inf-nanj").real, {1j: 2}],
+        "counter": collections.Counter("abca"),
+        "devices": [torch.device("cuda", 1), torch.device("cpu"), torch.device("meta")],
+        "layouts": [torch.strided, torch.sparse_coo],
+        "dtypes": [torch.qint8, torch.complex128, torch.quint4x2, torch.bits8, torch.float4_e2m1fn_x2],
+        "keys": {torch.float32: 1, torch.qint8: 2, torch.device("cpu"): 3, torch.Size([2]): 4},
+    }
+    for name, value in values.items():
+        torch.save(value, root / name)
+        found, expected = gpufs.torch.load(root / name), torch.load(root / name, weights_only=True)
+        assert found == expected == value, name
+        assert type(found) is type(value), name
+    torch.save([tagged, parameter, torch.tensor([1 + 2j, 3j], dtype=torch.complex128)], root / "tensors")
+    ours, reference = gpufs.torch.load(root / "tensors", mode="r+"), torch.load(root / "tensors", weights_only=True)
+    assert same(reference, ours)
+    assert vars(ours[0]).keys() == vars(tagged).keys()
+    assert same(reference[0].others, ours[0].others)
+    assert vars(ours[1])["halves"] == (1, 2)
+    assert [
+        one["dtype"] for one in json.loads(gpufs_command("inspect", "--json", root / "tensors").stdout)["tensors"]
+    ] == [
+        "F32",
+        "F32",
+        "complex128",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage")
@@ -212,6 +251,12 @@ def saved(value: object) -> bytes:
     return file.getvalue()
 
 
+def tensor_with_attribute(name: str) -> torch.Tensor:
+    tensor = torch.ones(2)
+    vars(tensor)[name] = 1
+    return tensor
+
+
 def long_tensor() -> bytes:
     """A file of torch.save() whose tensor is larger than its storage."""
     data = saved(torch.arange(100, dtype=torch.uint8))
@@ -254,6 +299,12 @@ BAD = {
     "changed function": archive(
         a__data_pkl=b"\x80\x02ctorch\nSize\nN}X\x0c\0\0\0__defaults__K\5\x85s\x86b.",
     ),
+    "set of a nested tuple": archive(a__data_pkl=b"\x80\x02c__builtin__\nset\n)\x85]h\0)\x85\x85a\x85R."),
+    "device": archive(a__data_pkl=b"\x80\x02ctorch\ndevice\nX\4\0\0\0nope\x85R."),
+    "layout": archive(a__data_pkl=b"\x80\x02ctorch.serialization\n_get_layout\nX\7\0\0\0float32\x85R."),
+    "encoding": archive(a__data_pkl=b"\x80\x02c_codecs\nencode\nX\1\0\0\0aX\5\0\0\0rot13\x86R."),
+    "complex of a text": archive(a__data_pkl=b"\x80\x02c__builtin__\ncomplex\nX\1\0\0\0aK\1\x86R."),
+    "replaced attribute": saved(tensor_with_attribute("mean")),
     "directory of zeros": archive(a=b"")[:-22]
     + b"PK\5\6\0\0\0\0\xff\xfe\xff\xfe"
     + struct.pack("<II", 0xFFFFFFF0, 0)
@@ -284,6 +335,12 @@ def test_what_cannot_be_used_in_place_is_refused(root: Path, name: str) -> None:
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 1000
     assert not Path("/tmp/pwned").exists()
+
+
+def test_a_file_of_no_format_is_called_that(root: Path) -> None:
+    (root / "raw").write_bytes(b"\xee" * 100)
+    with pytest.raises(FormatError, match="it is not a safetensors file"):
+        gpufs.torch.load(root / "raw")
 
 
 def test_inspect_and_diff_know_the_formats(root: Path) -> None:
@@ -322,11 +379,11 @@ def test_compressed_arrays_are_not_compared(root: Path) -> None:
 
 def test_inspect_and_diff_say_what_an_archive_lacks(root: Path) -> None:
     """They do not send the user to gpufs.torch.load(), which cannot use the file either."""
-    torch.save({"w": torch.ones(3), "options": {1, 2}}, root / "pickle.pt")
+    torch.save({"w": torch.ones(3), "options": frozenset((1, 2))}, root / "pickle.pt")
     torch.save({"w": torch.ones(1000)}, root / "cut.pt")
     os.truncate(root / "cut.pt", 2000)
     np.savez_compressed(root / "compressed.npz", a=np.ones(3))
-    for name, text in (("pickle.pt", ".set"), ("cut.pt", "incomplete"), ("compressed.npz", "numpy.load() reads")):
+    for name, text in (("pickle.pt", ".frozenset"), ("cut.pt", "incomplete"), ("compressed.npz", "numpy.load() reads")):
         path = root / name
         assert text in json.loads(gpufs_command("inspect", "--json", path).stdout)["reason"]
         lines = [gpufs_command("inspect", path).stdout]
