@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from errno import EAGAIN, ENODATA, ENOENT, ENOSPC, EOPNOTSUPP, EPERM
+from errno import EAGAIN, ENODATA, ENOENT, ENOSPC, EOPNOTSUPP, EPERM, ESTALE
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,19 @@ def test_what_loses_its_name_while_it_sleeps_wakes_and_cannot_sleep_again(file: 
     assert errno_of(gpufs.sleep, array) == ENOENT
     assert array.tobytes() == noise(SIZE)
     array.close()
+
+
+def test_a_wake_says_that_the_file_was_made_smaller(file: Path) -> None:
+    array = gpufs.attach(file, "r+")
+    gpufs.sleep(array)
+    os.truncate(file, 12345)
+    for _ in range(2):
+        with pytest.raises(OSError, match=f"has 12345 bytes now, and had {SIZE}") as refused:
+            gpufs.wake(array)
+        assert refused.value.errno == ESTALE
+    os.truncate(file, SIZE)
+    assert gpufs.wake(array) == SIZE
+    assert_same(array.tobytes(), noise(SIZE)[:12345] + bytes(SIZE - 12345))
 
 
 def test_an_access_while_it_sleeps_ends_the_program_and_says_why(file: Path, driver: str) -> None:
