@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
 import pwd
 import re
@@ -229,6 +230,28 @@ def test_a_daemon_that_is_killed_while_files_move_loses_nothing(place: Survivor,
     gpufs.wake(array)
     assert array.tobytes() == noise(SIZE)
     array.close()
+
+
+def test_no_store_is_lost_to_a_file_that_sleeps_while_others_take_its_memory(place: Survivor, file: Path) -> None:
+    os.truncate(file, SIZE + 4 * MIB)  # ends with a hole
+    expected = bytearray(noise(SIZE) + bytes(4 * MIB))
+    other = place.device / "other"
+    with open(file, "r+b", buffering=0) as opened, open(other, "wb") as filler:
+        with mmap.mmap(opened.fileno(), SIZE) as area:
+            area[100:106] = expected[100:106] = b"stored"
+            _daemons.park(os.fspath(file), 0)
+            fallocate(filler.fileno(), 0, 0, DEVICE - 2 * MIB)
+            area.flush()
+        for at in (5 * MIB, SIZE + 3 * MIB):
+            assert os.pwrite(opened.fileno(), b"written", at) == 7
+            expected[at : at + 7] = b"written"
+        assert parked(file)
+        assert errno_of(os.pwrite, opened.fileno(), b"written", len(expected)) == ENOSPC
+        place.kill()
+        assert_same(file.read_bytes(), bytes(expected))
+    other.unlink()
+    command("wake", file)
+    assert_same(file.read_bytes(), bytes(expected))
 
 
 def test_a_wake_without_memory_says_who_has_it_and_can_be_repeated(place: Survivor, file: Path) -> None:
