@@ -438,6 +438,22 @@ def test_the_owner_pays_for_a_parked_file_and_a_limit_counts(place: Survivor, fi
         command("quota", "set", place.path / "host0", "none", "--user", NOBODY)
 
 
+def test_a_new_owner_pays_for_what_is_being_parked(place: Survivor, file: Path) -> None:
+    size = DEVICE - 4 * MIB
+    file.write_bytes(noise(size))
+    for milliseconds in range(1, 25, 3):
+        os.chown(file, NOBODY, NOBODY)
+        with ThreadPoolExecutor() as threads:
+            parking = threads.submit(_daemons.park, os.fspath(file), 0)
+            time.sleep(milliseconds / 1000)
+            os.chown(file, 0, 0)
+            parking.result()
+        used = {(each["uid"], each["path"][-5:]): each["used_bytes"] for each in place.report()["quotas"]}
+        assert (used[0, "host0"], used.get((NOBODY, "host0"), 0)) == (size, 0)
+        _daemons.bring_back(os.fspath(file))
+        wait_until(lambda: place.report()["devices"][-1]["held_bytes"] == 0, 5, "the host's memory to be free")
+
+
 # ---- a shell ----
 
 
