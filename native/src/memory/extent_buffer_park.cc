@@ -133,8 +133,8 @@ Status ExtentBuffer::unpark(Wait wait) {
   return {};
 }
 
-// For a device without space for the file: a program that has stored to a page of a mapping cannot be told any more that
-// there is none.
+// For a device without space for the file: a program that has stored to a page of a mapping cannot be told any more
+// that there is none.
 bool ExtentBuffer::write_parked(std::uint64_t offset, std::span<const std::byte> source) {
   const std::lock_guard mutation(mutation_mutex_);
   if (parked_ == nullptr || offset + source.size() > size()) return false;
