@@ -345,9 +345,9 @@ class ClientLeases:
         holder, mount = client_lease.holder, self._served.mount
         writable = holder.mode == READ_WRITE
         lease = self._served.lease_again(holder, writable=writable)
-        if lease.bytes < holder.bytes:
+        if (left := lease.bytes) < holder.bytes:
             lease.close()
-            text = f"the file has {lease.bytes} bytes now, and had {holder.bytes} when its attachment went to sleep"
+            text = f"the file has {left} bytes now, and had {holder.bytes} when its attachment went to sleep"
             raise OSError(errno.ESTALE, text)
         client_lease.lease = lease
         if writable:

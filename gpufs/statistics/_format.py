@@ -48,7 +48,7 @@ ENGINE_COUNTERS: Final = {
     "backing_copied_bytes": "Bytes that copy_file_range(2) moved from or to files below backing/.",
     "interrupts": "Interrupts of requests.",
     "interrupts_cancelled": "Interrupts that ended or shortened a request that native code served.",
-    "interrupts_early": "Interrupts that came before their request, or after its end.",
+    "interrupts_early": "Interrupts that came before their request or after its end, or that it does not obey.",
     "memory_waits": "Requests that waited for the memory of removed files.",
     "reader_spins": "Times that a thread polled for requests before it slept.",
     "replies_lost": "Replies to requests that the kernel had ended.",

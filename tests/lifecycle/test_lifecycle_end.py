@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
+import random
 import signal
 import subprocess
+import threading
 import time
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN
 from pathlib import Path
 
 import pytest
+from support import linux
 from support.copying import socket_path
-from support.data import MIB, noise
+from support.data import GRANULE, KIB, MIB, noise
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import (
     PATIENCE,
@@ -129,6 +133,60 @@ def test_frequent_signals_do_not_disturb_reads_and_writes(mount: Mounter) -> Non
         return hits
 
     assert in_child(work) > 100
+    mounted.unmount()
+
+
+def test_calls_and_faults_that_wait_for_others_go_on_after_a_signal(mount: Mounter) -> None:
+    """Another thread changes the memory of the file all the time. As on tmpfs no signal shows: no EINTR, no SIGBUS."""
+    mounted = mount(memory=64 * MIB)
+    size = 32 * MIB
+
+    def work() -> set[tuple[str, int]]:
+        libc = ctypes.CDLL(None, use_errno=True)
+        for function in (libc.pread, libc.pwrite):
+            function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+            function.restype = ctypes.c_ssize_t
+        fd = os.open(mounted.device / "file", os.O_RDWR | os.O_CREAT)
+        os.ftruncate(fd, size)
+        end = threading.Event()
+
+        def change() -> None:
+            while not end.is_set():
+                linux.fallocate(fd, linux.FALLOC_PUNCH_HOLE | linux.FALLOC_KEEP_SIZE, 0, size)
+                linux.fallocate(fd, 0, 0, size)
+                linux.fallocate(fd, linux.FALLOC_PUNCH_HOLE | linux.FALLOC_KEEP_SIZE, 0, size)
+                time.sleep(0.002)
+
+        others = [threading.Thread(target=change) for _ in range(2)]
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # for those threads
+        for other in others:
+            other.start()
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.siginterrupt(signal.SIGALRM, False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        found = set()
+        chance = random.Random(1)
+        zeros = os.open("/dev/zero", os.O_RDONLY)
+        memory = ctypes.create_string_buffer(64 * KIB)
+        area = mmap.mmap(fd, size)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            at = chance.randrange(size // GRANULE) * GRANULE
+            if libc.pread(zeros, start + at, 64, 0) < 0:  # EFAULT instead of SIGBUS
+                found.add(("touch", ctypes.get_errno()))
+            if libc.pwrite(fd, memory, len(memory), at) < 0:
+                found.add(("write", ctypes.get_errno()))
+            if libc.pread(fd, memory, len(memory), at) < 0:
+                found.add(("read", ctypes.get_errno()))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        end.set()
+        for other in others:
+            other.join()
+        return found
+
+    assert in_child(work) == set()
     mounted.unmount()
 
 

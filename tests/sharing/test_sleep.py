@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
 import pwd
 import re
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from errno import EAGAIN, ENODATA, ENOENT, ENOSPC, EOPNOTSUPP, EPERM
+from errno import EAGAIN, ENODATA, ENOENT, ENOSPC, EOPNOTSUPP, EPERM, ESTALE
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,19 @@ def test_what_loses_its_name_while_it_sleeps_wakes_and_cannot_sleep_again(file: 
     array.close()
 
 
+def test_a_wake_says_that_the_file_was_made_smaller(file: Path) -> None:
+    array = gpufs.attach(file, "r+")
+    gpufs.sleep(array)
+    os.truncate(file, 12345)
+    for _ in range(2):
+        with pytest.raises(OSError, match=f"has 12345 bytes now, and had {SIZE}") as refused:
+            gpufs.wake(array)
+        assert refused.value.errno == ESTALE
+    os.truncate(file, SIZE)
+    assert gpufs.wake(array) == SIZE
+    assert_same(array.tobytes(), noise(SIZE)[:12345] + bytes(SIZE - 12345))
+
+
 def test_an_access_while_it_sleeps_ends_the_program_and_says_why(file: Path, driver: str) -> None:
     if driver != "host":
         pytest.skip("the CPU reaches only host memory")
@@ -216,6 +230,28 @@ def test_a_daemon_that_is_killed_while_files_move_loses_nothing(place: Survivor,
     gpufs.wake(array)
     assert array.tobytes() == noise(SIZE)
     array.close()
+
+
+def test_no_store_is_lost_to_a_file_that_sleeps_while_others_take_its_memory(place: Survivor, file: Path) -> None:
+    os.truncate(file, SIZE + 4 * MIB)  # ends with a hole
+    expected = bytearray(noise(SIZE) + bytes(4 * MIB))
+    other = place.device / "other"
+    with open(file, "r+b", buffering=0) as opened, open(other, "wb") as filler:
+        with mmap.mmap(opened.fileno(), SIZE) as area:
+            area[100:106] = expected[100:106] = b"stored"
+            _daemons.park(os.fspath(file), 0)
+            fallocate(filler.fileno(), 0, 0, DEVICE - 2 * MIB)
+            area.flush()
+        for at in (5 * MIB, SIZE + 3 * MIB):
+            assert os.pwrite(opened.fileno(), b"written", at) == 7
+            expected[at : at + 7] = b"written"
+        assert parked(file)
+        assert errno_of(os.pwrite, opened.fileno(), b"written", len(expected)) == ENOSPC
+        place.kill()
+        assert_same(file.read_bytes(), bytes(expected))
+    other.unlink()
+    command("wake", file)
+    assert_same(file.read_bytes(), bytes(expected))
 
 
 def test_a_wake_without_memory_says_who_has_it_and_can_be_repeated(place: Survivor, file: Path) -> None:
@@ -412,6 +448,22 @@ def test_the_owner_pays_for_a_parked_file_and_a_limit_counts(place: Survivor, fi
         assert not [each for each in place.report()["quotas"] if each["uid"] == NOBODY and each["used_bytes"]]
     finally:
         command("quota", "set", place.path / "host0", "none", "--user", NOBODY)
+
+
+def test_a_new_owner_pays_for_what_is_being_parked(place: Survivor, file: Path) -> None:
+    size = DEVICE - 4 * MIB
+    file.write_bytes(noise(size))
+    for milliseconds in range(1, 25, 3):
+        os.chown(file, NOBODY, NOBODY)
+        with ThreadPoolExecutor() as threads:
+            parking = threads.submit(_daemons.park, os.fspath(file), 0)
+            time.sleep(milliseconds / 1000)
+            os.chown(file, 0, 0)
+            parking.result()
+        used = {(each["uid"], each["path"][-5:]): each["used_bytes"] for each in place.report()["quotas"]}
+        assert (used[0, "host0"], used.get((NOBODY, "host0"), 0)) == (size, 0)
+        _daemons.bring_back(os.fspath(file))
+        wait_until(lambda: place.report()["devices"][-1]["held_bytes"] == 0, 5, "the host's memory to be free")
 
 
 # ---- a shell ----

@@ -271,6 +271,37 @@ def test_what_removed_files_held_is_not_seen_again(of_each_driver: Survivor) -> 
 
 
 @pytest.mark.driver
+def test_reads_of_holes_that_a_death_interrupts(survivor: Survivor) -> None:
+    path = survivor.device / "holes"
+    path.touch()
+    os.truncate(path, 4 * MIB)
+    end = threading.Event()
+    found = set()
+
+    def read() -> None:
+        memory = bytearray(4 * MIB)
+        with open(path, "rb", buffering=0) as file:
+            while not end.is_set():
+                try:
+                    found.add(os.preadv(file.fileno(), [memory], 0))
+                except OSError as error:
+                    found.add(-(error.errno or 0))
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    try:
+        for _ in range(3):
+            time.sleep(0.1)
+            survivor.kill()
+    finally:
+        end.set()
+        for reader in readers:
+            reader.join()
+    assert found == {4 * MIB}
+
+
+@pytest.mark.driver
 def test_keeper_dies(of_each_driver: Survivor) -> None:
     """The daemon starts another keeper, and survives with it; if both die, the mount ends and can be unmounted."""
     (of_each_driver.device / "file").write_bytes(b"contents" * 1_000_000)

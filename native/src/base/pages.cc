@@ -2,10 +2,12 @@
 
 #include <unistd.h>
 
+#include <cstring>
+
 namespace gpufs {
 namespace {
 
-alignas(kPageBytes) std::byte never_written[std::size_t{1} << 20];
+alignas(kPageBytes) std::byte memory[std::size_t{1} << 20];
 
 }  // namespace
 
@@ -14,6 +16,12 @@ std::uint64_t page_bytes() {
   return bytes;
 }
 
-std::span<const std::byte> zeros() { return never_written; }
+std::span<const std::byte> zeros() {
+  // Memory that was never written is the kernel's page of zeros, which counts as a page that is not there where the
+  // kernel copies from it. If SIGKILL comes meanwhile, it fails the READ of a hole with EIO.
+  static const void* const written = std::memset(memory, 0, sizeof(memory));
+  static_cast<void>(written);
+  return memory;
+}
 
 }  // namespace gpufs

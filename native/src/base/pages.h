@@ -15,7 +15,7 @@ inline constexpr std::uint32_t kPageBytes = 4096;
 // The page size of this machine.
 [[nodiscard]] std::uint64_t page_bytes();
 
-// 1 MiB of zeros, all of it the kernel's one page of zeros.
+// 1 MiB of zeros, which exists from the first call on.
 [[nodiscard]] std::span<const std::byte> zeros();
 
 }  // namespace gpufs

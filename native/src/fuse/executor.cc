@@ -46,8 +46,7 @@ Status Executor::start() {
   return {};
 }
 
-bool Executor::submit_entry(const Lane& lane, const void* subject, std::uint64_t id, std::optional<TimePoint> time,
-                            Job job) {
+bool Executor::submit_entry(const Lane& lane, const void* subject, Id id, std::optional<TimePoint> time, Job job) {
   State& state = *state_;
   QueuedJobs mine(1);
   QueuedJob& entry = mine.front();
@@ -121,7 +120,7 @@ Executor::Cancelled Executor::cancel(std::uint64_t id) {
   std::shared_ptr<Cancellation> running;
   {
     const std::lock_guard lock(state.mutex);
-    const auto has_id = [id](const QueuedJob& entry) { return entry.id == id; };
+    const auto has_id = [id](const QueuedJob& entry) { return entry.id.number == id; };
     if (const auto found = std::ranges::find_if(state.active, has_id); found != state.active.end()) {
       found->refusal = EINTR;  // the job must not be parked any more
       running = found->cancellation;
@@ -140,6 +139,15 @@ Executor::Cancelled Executor::cancel(std::uint64_t id) {
   mine.front().cancellation->request();
   static_cast<void>(mine.front().job(EINTR, *mine.front().cancellation));
   return Cancelled::kEnded;
+}
+
+std::uint32_t Executor::client_of(std::uint64_t id) const {
+  const std::lock_guard lock(state_->mutex);
+  for (const QueuedJobs* const entries : {&state_->active, &state_->queue, &state_->parked}) {
+    const auto found = std::ranges::find(*entries, id, [](const QueuedJob& entry) { return entry.id.number; });
+    if (found != entries->end()) return found->id.client;
+  }
+  return 0;
 }
 
 void Executor::resume(std::int32_t device) {

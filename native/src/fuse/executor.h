@@ -79,10 +79,15 @@ class Executor {
   // Starts the threads that stay: jobs wait for them if the system refuses further ones.
   Status start();
 
-  // id: what cancel() finds the job by, or 0. subject: null, or the file that the job is about. False after stop(): the
-  // job has run with EINTR.
+  // What a job is found by, or 0.
+  struct Id {
+    Id(std::uint64_t id, std::uint32_t for_client = 0) : number(id), client(for_client) {}
+    std::uint64_t number;
+    std::uint32_t client;  // see client_of()
+  };
+  // subject: null, or the file that the job is about. False after stop(): the job has run with EINTR.
   template <typename Body>
-  bool submit(const Lane& lane, const void* subject, std::uint64_t id, Body body) {
+  bool submit(const Lane& lane, const void* subject, Id id, Body body) {
     return submit_entry(lane, subject, id, std::nullopt, job_of(std::move(body)));
   }
   // A timer: a job that is parked until this time.
@@ -94,6 +99,8 @@ class Executor {
   // A job that is queued or parked ends now. One that runs is asked to end.
   enum class Cancelled : std::uint8_t { kEnded, kRunning, kUnknown };
   Cancelled cancel(std::uint64_t id);
+  // The thread whose death alone is a reason to cancel a job; 0: none is named, or the job is unknown.
+  [[nodiscard]] std::uint32_t client_of(std::uint64_t id) const;
 
   // Runs the parked jobs of a device again, and those that are about to be parked.
   void resume(std::int32_t device);
@@ -128,7 +135,7 @@ class Executor {
   struct QueuedJob {
     Lane lane;
     const void* subject = nullptr;
-    std::uint64_t id = 0;
+    Id id = 0;
     Job job;
     std::shared_ptr<Cancellation> cancellation = std::make_shared<Cancellation>();
     TimePoint time;             // when a parked job runs again
@@ -165,7 +172,7 @@ class Executor {
     void park(QueuedJobs::iterator entry, TimePoint time);
   };
 
-  bool submit_entry(const Lane& lane, const void* subject, std::uint64_t id, std::optional<TimePoint> time, Job job);
+  bool submit_entry(const Lane& lane, const void* subject, Id id, std::optional<TimePoint> time, Job job);
   static void work_loop(const std::shared_ptr<State>& state);
   // The following are called with the mutex held.
   static void wake_for_queue(const std::shared_ptr<State>& state);

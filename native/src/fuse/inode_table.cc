@@ -289,7 +289,7 @@ Result<bool> InodeTable::park(Inode& inode) {
   }
   if (!inode.buffer_ || inode.replaced_) return Status(EINVAL, "the file has no memory of the mount's");
   if (inode.buffer_->device() == host) return Status(EINVAL, "the file is in host memory already");
-  Result<bool> parked = inode.buffer_->park(host, host_account(inode.attributes().uid));
+  Result<bool> parked = park_for_owner(inode, host);
   if (parked.error() != ENOSPC) return parked;
   // What files that are back have left there is free in a moment.
   const std::uint64_t bytes = inode.buffer_->bytes_held();
@@ -297,7 +297,15 @@ Result<bool> InodeTable::park(Inode& inode) {
     const Result<MemoryInfo> memory = host->memory();
     return !memory.ok() || memory.value().free_bytes >= bytes;
   });
-  return inode.buffer_->park(host, host_account(inode.attributes().uid));
+  return park_for_owner(inode, host);
+}
+
+Result<bool> InodeTable::park_for_owner(Inode& inode, const std::shared_ptr<DeviceContext>& host) {
+  Result<bool> parked = inode.buffer_->park(host, host_account(inode.attributes().uid));
+  // The owner may have changed while the contents were copied.
+  const Inode::Writer writer(inode);
+  inode.buffer_->charge_parked_to(host_account(writer->record.attributes.uid));
+  return parked;
 }
 
 void InodeTable::evict_when_full() {

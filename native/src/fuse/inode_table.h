@@ -189,6 +189,8 @@ class InodeTable {
   void watch_contents(const std::shared_ptr<Inode>& inode);
   // Frees what the host tier held of a file that is back, on the executor.
   void free_parked(std::shared_ptr<Buffer> parked);
+  // Moves a file's contents to the host's memory once.
+  Result<bool> park_for_owner(Inode& inode, const std::shared_ptr<DeviceContext>& host);
   // Files on a device that nobody uses, the one first that was used the longest time ago.
   [[nodiscard]] std::vector<std::shared_ptr<Inode>> idle_files(std::int32_t device) const;
   // How much of them the host tier has space for.

@@ -51,12 +51,16 @@ class LongRequests {
 
   [[nodiscard]] Executor& executor() const { return executor_; }
 
-  // Runs body(cancellation, responder), which an INTERRUPT of the request cancels. The body returns nothing or as
-  // Executor's jobs do.
+  // Runs body(cancellation, responder), which an INTERRUPT of the request cancels; reads, writes and changes of
+  // attributes only if its client is being killed. The body returns nothing or as Executor's jobs do.
   template <typename Body>
   void run(const Executor::Lane& lane, const void* subject, Responder responder, Body body) {
     const std::uint64_t unique = responder.unique();
-    executor_.submit(lane, subject, unique,
+    // tmpfs lets no signal end these: programs expect no EINTR, and a fault that fails is a SIGBUS.
+    const std::uint32_t opcode = responder.opcode();
+    const bool to_the_end = opcode == FUSE_READ || opcode == FUSE_WRITE || opcode == FUSE_SETATTR;
+    const std::uint32_t client = to_the_end ? responder.client() : 0;
+    executor_.submit(lane, subject, {unique, client},
                      [reply = std::move(responder), body = std::move(body)](
                          int refusal, Cancellation& cancellation) mutable -> std::optional<Executor::TimePoint> {
                        if (refusal == 0 && cancellation.requested()) refusal = EINTR;

@@ -14,6 +14,7 @@
 
 #include "base/keeper_messages.h"
 #include "base/pages.h"
+#include "fuse/caller.h"
 #include "fuse/protocol.h"
 
 namespace gpufs::fuse {
@@ -304,7 +305,7 @@ void Mount::handle(Request& request) {
   if (handler != nullptr && handler->resent == Resent::kNever) {
     return (this->*std::get<void (Mount::*)(const Request&)>(handler->serve))(request);
   }
-  Responder responder(transport_, unique, request.header.opcode);
+  Responder responder(transport_, unique, request.header.opcode, request.header.pid);
   if (handler == nullptr) return relay_.forward(request, std::move(responder));
   if (handler->resent == Resent::kRepeat) return serve(*handler, request, std::move(responder));
   if (const std::optional<Outcome> outcome = records_.outcome_of(unique)) {
@@ -462,11 +463,13 @@ void Mount::interrupt(const Request& request) {
     return;
   }
   if (relay_.interrupt(in.unique)) return;
-  const Executor::Cancelled outcome = executor_.cancel(in.unique);
+  const std::uint32_t client = executor_.client_of(in.unique);
+  const bool goes_on = client != 0 && !Caller{.pid = client}.dying();
+  const Executor::Cancelled outcome = goes_on ? Executor::Cancelled::kUnknown : executor_.cancel(in.unique);
   if (outcome == Executor::Cancelled::kRunning) backing_.interrupted(in.unique);
   if (outcome != Executor::Cancelled::kUnknown) return count(region_.counters().interrupts_cancelled);
-  // Another thread may be about to submit it: on EAGAIN the kernel sends the INTERRUPT again, unless the request has
-  // ended.
+  // Another thread may be about to submit it, or the client may be killed later: on EAGAIN the kernel sends the
+  // INTERRUPT again, unless the request has ended.
   count(region_.counters().interrupts_early);
   executor_.submit_at(std::chrono::steady_clock::now() + kInterruptPause,
                       [this, unique = request.header.unique](int refusal, Cancellation&) {

@@ -10,7 +10,10 @@
 namespace gpufs::fuse {
 
 Responder::Responder(Responder&& other) noexcept
-    : transport_(std::exchange(other.transport_, nullptr)), unique_(other.unique_), opcode_(other.opcode_) {}
+    : transport_(std::exchange(other.transport_, nullptr)),
+      unique_(other.unique_),
+      opcode_(other.opcode_),
+      client_(other.client_) {}
 
 Responder& Responder::operator=(Responder&& other) noexcept {
   if (this != &other) {
@@ -18,6 +21,7 @@ Responder& Responder::operator=(Responder&& other) noexcept {
     transport_ = std::exchange(other.transport_, nullptr);
     unique_ = other.unique_;
     opcode_ = other.opcode_;
+    client_ = other.client_;
   }
   return *this;
 }

@@ -41,14 +41,16 @@ class Responder {
   static constexpr std::size_t kMaximumPieces = 1000;
 
   Responder() = default;
-  Responder(Transport& transport, std::uint64_t unique, std::uint32_t opcode)
-      : transport_(&transport), unique_(unique), opcode_(opcode) {}
+  // client: the thread that waits for the reply; 0: unknown.
+  Responder(Transport& transport, std::uint64_t unique, std::uint32_t opcode, std::uint32_t client = 0)
+      : transport_(&transport), unique_(unique), opcode_(opcode), client_(client) {}
   Responder(Responder&& other) noexcept;
   Responder& operator=(Responder&& other) noexcept;
   ~Responder();
 
   [[nodiscard]] std::uint64_t unique() const { return unique_; }
   [[nodiscard]] std::uint32_t opcode() const { return opcode_; }
+  [[nodiscard]] std::uint32_t client() const { return client_; }
   [[nodiscard]] bool pending() const { return transport_ != nullptr; }
 
   void ok() { deliver(0, {}); }
@@ -68,6 +70,7 @@ class Responder {
   Transport* transport_ = nullptr;  // null: answered, or never had a request
   std::uint64_t unique_ = 0;
   std::uint32_t opcode_ = 0;
+  std::uint32_t client_ = 0;
 };
 
 }  // namespace gpufs::fuse

@@ -255,7 +255,9 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
   if (source.empty()) return std::size_t{0};
   {
     WritePin held;
-    TRY(acquire_write(offset, end, &held, {.speculative = true, .wait = wait}));
+    status = acquire_write(offset, end, &held, {.speculative = true, .wait = wait});
+    if (lacks_memory(status.error()) && write_parked(offset, source)) return source.size();
+    if (!status.ok()) return status;
     status = context_->device().copy_in(held.address(), source.data(), source.size());
     if (status.ok()) {
       publish(end);

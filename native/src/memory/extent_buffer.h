@@ -266,7 +266,9 @@ class ExtentBuffer : public Buffer {
   // An empty buffer that is about to become a copy begins where its source does.
   void take_placement(const Buffer& source);
 
-  // ---- extent_buffer_park.cc. All need mutation_mutex_. ----
+  // ---- extent_buffer_park.cc. All need mutation_mutex_, except the first. ----
+  // Writes where the contents are parked, if they are and the file has these bytes already. False: nothing is written.
+  bool write_parked(std::uint64_t offset, std::span<const std::byte> source);
   // The contents are on the device when this returns OK. What takes or releases memory calls it first.
   Status unpark(Wait wait);
   // Of a new buffer that nobody else has; it takes the mutex itself.

@@ -2,6 +2,7 @@
 //
 // A parked buffer has no memory of its device. Reads by the calling thread are served from the host, and so are copies
 // to other buffers. Whatever needs memory of the device brings the contents back first: pins, writes, leases, punching.
+// Where the device has no space for them, a write to what the file has goes to the host.
 // Both ways the old copy is whole until the record of the new one is written, so a process that dies in between loses
 // nothing: the next one finds one of them.
 //
@@ -130,6 +131,17 @@ Status ExtentBuffer::unpark(Wait wait) {
   const TimePoint end_time = TimePoint::clock::now();
   stays_.store((end_time + (end_time - start)).time_since_epoch().count());
   return {};
+}
+
+// For a device without space for the file: a program that has stored to a page of a mapping cannot be told any more
+// that there is none.
+bool ExtentBuffer::write_parked(std::uint64_t offset, std::span<const std::byte> source) {
+  const std::lock_guard mutation(mutation_mutex_);
+  if (parked_ == nullptr || offset + source.size() > size()) return false;
+  const bool written = parked_->write(offset, source, Wait::kAllowed).ok();
+  parked_bytes_.store(parked_->bytes_held(), std::memory_order_release);
+  watcher_.moved();  // a hole may have got memory
+  return written;
 }
 
 void ExtentBuffer::forget_parked() {
