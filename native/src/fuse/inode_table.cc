@@ -337,6 +337,7 @@ std::vector<std::shared_ptr<Inode>> InodeTable::idle_files(std::int32_t device) 
   }
   std::ranges::sort(idle, {}, [](const auto& each) { return each.first; });
   std::vector<std::shared_ptr<Inode>> found;
+  found.reserve(idle.size());
   for (auto& [used, inode] : idle) found.push_back(std::move(inode));
   return found;
 }

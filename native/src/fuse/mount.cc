@@ -25,6 +25,9 @@ template <typename... Functions>
 struct Overloaded : Functions... {
   using Functions::operator()...;
 };
+// Compilers before clang 17 do not make this guide for an aggregate.
+template <typename... Functions>
+Overloaded(Functions...) -> Overloaded<Functions...>;
 
 constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
 constexpr std::size_t kLargestWorkers = 256;
