@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -18,13 +17,6 @@ from gpufs.config import kinds
 
 _ALL = "gpufs.help_all"
 Function: TypeAlias = Callable[..., Any]
-
-
-def check_seconds(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """Refuse nan as an option's seconds."""
-    if value is not None and math.isnan(value):  # click finds NaN in every range
-        raise click.BadParameter("nan is not a number of seconds.", ctx, parameter)
-    return value
 
 
 def complete_mounts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -82,6 +74,21 @@ def show_all_options(ctx: click.Context, parameter: click.Parameter, value: bool
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help())
         ctx.exit()
+
+
+def time_option(
+    name: str, least: float, most: float, text: str, default: str | None = None
+) -> Callable[[Function], Function]:
+    """Add an option for a time; the argument is in seconds, or None."""
+    kind = kinds.duration(least, most)
+
+    def seconds(ctx: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+        try:
+            return None if value is None else float(kind.parse(value))
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not {kind.allowed}.", ctx, parameter) from None
+
+    return click.option(name, metavar=kind.metavar, default=default, callback=seconds, help=text)
 
 
 def timeout_option(knob: config.Knob) -> Callable[[Function], Function]:

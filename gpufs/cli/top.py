@@ -17,7 +17,7 @@ import click
 
 from gpufs import config, mounting
 from gpufs.cli import _answers, _mounts, _queries
-from gpufs.cli._options import check_seconds, complete_mounts, timeout_option
+from gpufs.cli._options import complete_mounts, time_option, timeout_option
 from gpufs.cli._output import Failure, age_text, bytes_text, printable, rate_text, table_lines
 from gpufs.cli._queries import mode_text, path_text, program_text
 from gpufs.client._daemons import control_file
@@ -49,14 +49,7 @@ class Reading:
 @click.command(name="top")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
 @click.option("--once", is_flag=True, help="Print one picture and end, as it also does without a terminal.")
-@click.option(
-    "--interval",
-    type=click.FloatRange(0.1, 3600),
-    callback=check_seconds,
-    default=1.0,
-    metavar="S",
-    help="Seconds between two pictures, from 0.1 to 3600.  [default: 1]",
-)
+@time_option("--interval", 0.1, 3600, "Time between two pictures, from 0.1 to 3600 seconds.  [default: 1s]", "1s")
 @timeout_option(config.STATUS_TIMEOUT)
 def command(mountpoints: tuple[str, ...], once: bool, interval: float, timeout: float) -> None:
     """Show what happens on the mounts: devices, copies in progress, busy files and leases, with rates.

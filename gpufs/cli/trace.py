@@ -19,7 +19,7 @@ import click
 from gpufs._version import __version__
 from gpufs.cli import _mounts
 from gpufs.cli._main import complete_files
-from gpufs.cli._options import check_seconds, complete_mounts
+from gpufs.cli._options import complete_mounts, time_option
 from gpufs.cli._output import Failure
 from gpufs.exceptions import DEAD
 
@@ -70,13 +70,7 @@ _LANES: Final = 256
     shell_complete=complete_files,
     help="File to write the trace to; - is standard output.",
 )
-@click.option(
-    "--duration",
-    type=click.FloatRange(0.0, 86400.0, min_open=True),
-    callback=check_seconds,
-    metavar="S",
-    help="End after S seconds.  [default: when interrupted]",
-)
+@time_option("--duration", 0.001, 86400, "End after this time, such as 5 or 500ms.  [default: when interrupted]")
 def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> None:
     """Record what the threads of the mount at MOUNTPOINT do, and when.
 

@@ -6,6 +6,7 @@ import errno
 import math
 import operator
 import os
+from collections.abc import Sequence
 
 from gpufs import mounting
 from gpufs._naming import named_in
@@ -14,6 +15,7 @@ from gpufs.client._attach import attach
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.element_types import element_type
 from gpufs.new_file import remove_name
+from gpufs.units import bytes_text
 
 
 @named_in("gpufs")
@@ -70,10 +72,11 @@ def create(
     except OSError as error:
         raise failure_of_mount(error, name) from None
     try:
-        if os.fstat(file).st_dev not in mounting.by_device():
+        mounts = mounting.by_device().get(os.fstat(file).st_dev)
+        if mounts is None:
             raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", name)
         if size:
-            os.posix_fallocate(file, 0, size)
+            _allocate(file, size, mounts)
         return attach(name, "r+").view(dtype, extents)
     except BaseException as error:
         remove_name(file, name, None)
@@ -82,3 +85,15 @@ def create(
         raise
     finally:
         os.close(file)
+
+
+def _allocate(file: int, size: int, mounts: Sequence[mounting.MountEntry]) -> None:
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        space = os.fstatvfs(file)
+        figures = f"needs {bytes_text(size)}, {bytes_text(space.f_bavail * space.f_frsize)} free"
+        place = mounting.place_of(file, mounts)
+        raise OSError(errno.ENOSPC, f"{error.strerror}: {figures}{f' on {place}' if place else ''}") from None

@@ -211,7 +211,7 @@ def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path) ->
 def test_a_recording_of_some_time(mount: Mounter, tmp_path: Path) -> None:
     own = mount()
     path = tmp_path / "trace.json"
-    done = run(*GPUFS, "trace", own.path, "-o", path, "--duration", "0.3")
+    done = run(*GPUFS, "trace", own.path, "-o", path, "--duration", "300ms")
     assert "spans" in done.stderr
     checked(path)
     assert not busy(own)
