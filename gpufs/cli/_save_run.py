@@ -252,7 +252,7 @@ def restore(source: tuple[Manifest, str], destination: str | None, options: Save
     if report.signal is not None:
         complain("interrupted: files that were complete stay", "restore")
     for kind, count in sorted(not_kept.items()):
-        report.noticed(f"{count} {_NOT_KEPT[kind]}")
+        report.noticed(f"{_NOT_KEPT[kind]} ({count})")
     if not_kept and not manifest.trusted:
         text = "belongs to another user, or others may write to it: so its owners, devices and rights are not restored"
         report.noticed(f"{manifest.path} {text}")
