@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from errno import ENOSPC
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 
 from gpufs.formats import FormatError
 from gpufs.integrations._phases import Phases
-from gpufs.new_file import has_name
+from gpufs.new_file import NewFile, has_name
 from gpufs.syscalls import closed_after
 from gpufs.torch import publish
 from gpufs.torch._file import Checkpoint
@@ -85,7 +85,8 @@ class SharedWeights:
             status = os.fstat(file)
             if not status.st_size:
                 return None
-            self._check_owner(status.st_uid)
+            if not self._is_trusted(status.st_uid):
+                raise PermissionError(f"{self.path} belongs to user {status.st_uid}, who is not trusted")
             # The file whose owner was checked, whatever has the name by now.
             checkpoint = Checkpoint(f"/proc/self/fd/{file}", "r")
         except FormatError as error:
@@ -100,16 +101,15 @@ class SharedWeights:
         phases.end("compare the digest")
         return OpenWeights(self.path, checkpoint, note["attributes"], status.st_size, checkpoint.files[0].private)
 
-    def _check_owner(self, owner: int) -> None:
+    def _is_trusted(self, owner: int) -> bool:
         if owner in (os.geteuid(), 0, os.stat(self.directory).st_uid) or "*" in self.trusted:
-            return
+            return True
         import pwd
 
         with suppress(KeyError):
             if pwd.getpwuid(owner).pw_name in self.trusted:
-                return
-        if str(owner) not in self.trusted:
-            raise PermissionError(f"{self.path} belongs to user {owner}, who is not trusted")
+                return True
+        return str(owner) in self.trusted
 
     def _note(self, checkpoint: Checkpoint) -> dict[str, Any]:
         try:
@@ -158,7 +158,9 @@ class SharedWeights:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     # Else another engine has published or removed it between the two calls.
                     if has_name(file, os.fspath(self.path), None):
-                        return os.dup(file)  # which shares the lock
+                        if self._is_trusted(os.fstat(file).st_uid):
+                            return os.dup(file)  # which shares the lock
+                        return self._own_file()
                 except BlockingIOError:
                     if not announced:
                         waiting()
@@ -166,6 +168,13 @@ class SharedWeights:
                     if time.monotonic() > deadline:
                         return None
                     time.sleep(_RETRY_SECONDS)
+
+    def _own_file(self) -> int:
+        """Put an empty file of this user in the place of another's, whose owner and rights publish() would keep."""
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with closed_after(folder), closing(NewFile.create(folder)) as new:
+            new.complete(self.path.name)
+            return os.dup(new.fd)  # which shares its lock
 
     def discard(self) -> None:
         """Remove the contents of a damaged file, within a claim. Does nothing while a program has it attached."""
