@@ -54,7 +54,7 @@ class HostTierPoolTest : public FakeCuda {
   // Memory whose contents the caller is about to write, as a parked file's.
   Taken take_undefined(std::uint64_t bytes) {
     Taken taken{must(host().create_memory()), nullptr};
-    taken.memory->leave_undefined();
+    taken.memory->leave_undefined(true);
     taken.range = must(taken.memory->reserve(bytes));
     EXPECT_OK(taken.memory->populate(0, bytes));
     return taken;
@@ -151,7 +151,7 @@ TEST_F(HostTierPoolTest, ThreadsNeverShareAPiece) {
         const std::uint64_t bytes = kPiece * (1 + random() % 2) + (random() % 3) * 2 * kMiB;
         const bool undefined = random() % 2 == 0;
         Taken mine{must(host().create_memory()), nullptr};
-        if (undefined) mine.memory->leave_undefined();
+        if (undefined) mine.memory->leave_undefined(true);
         mine.range = must(mine.memory->reserve(bytes));
         if (!mine.memory->populate(0, bytes).ok()) continue;
         if (!undefined) expect_all(mine, bytes - 2 * kMiB, 2 * kMiB, std::byte{0});
@@ -347,7 +347,7 @@ class HostTierPoolRandomTest : public HostTierPoolTest {
     Memory& memory = memories_.emplace_back();
     memory.memory = must(host().create_memory());
     memory.undefined = below(3) == 0;
-    if (memory.undefined) memory.memory->leave_undefined();
+    if (memory.undefined) memory.memory->leave_undefined(true);
     reserve(memory);
     if (memory.range == nullptr) {
       memories_.pop_back();

@@ -233,6 +233,11 @@ def test_a_daemon_that_is_killed_while_files_move_loses_nothing(place: Survivor,
 
 
 def test_no_store_is_lost_to_a_file_that_sleeps_while_others_take_its_memory(place: Survivor, file: Path) -> None:
+    dirty = place.device / "dirty"
+    dirty.write_bytes(noise(SIZE))  # so that the host's memory for the hole has been used before
+    _daemons.park(os.fspath(dirty), 0)
+    dirty.unlink()
+    is_used(place, 1, 0)
     os.truncate(file, SIZE + 4 * MIB)  # ends with a hole
     expected = bytearray(noise(SIZE) + bytes(4 * MIB))
     other = place.device / "other"

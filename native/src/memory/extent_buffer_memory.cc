@@ -187,7 +187,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
     std::unique_ptr<DeviceMemory> created = TRY(context_->device().create_memory());
     TRY(charge().take_descriptors(created->descriptors()));
     memory_ = std::move(created);
-    if (overwritten_) memory_->leave_undefined();
+    if (overwritten_) memory_->leave_undefined(true);
   }
   Status status = reserve_own(std::max(reserve_end, slot_end), how.wait);
   if (status.ok()) {

@@ -121,7 +121,7 @@ class VirtualMemory final : public DeviceMemory {
   [[nodiscard]] Extent release_span(std::uint64_t offset, std::uint64_t bytes) override;
   void fix_in_place() override { fixed_ = true; }
   void allow_moves() override { fixed_ = false; }
-  void leave_undefined() override { zeroes_ = false; }
+  void leave_undefined(bool undefined) override { zeroes_ = !undefined; }
   [[nodiscard]] Extents surplus() const override { return surplus_; }
   // Descriptors that the keeper has as well.
   [[nodiscard]] std::uint64_t descriptors() const override { return number_ == 0 ? 0 : pieces_.size(); }
