@@ -12,10 +12,10 @@ from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.client._array import DeviceArray
 from gpufs.client._attach import attach
+from gpufs.client._space import shortage
 from gpufs.exceptions import NotOnMount, failure_of_mount
 from gpufs.formats.element_types import element_type
 from gpufs.new_file import remove_name
-from gpufs.units import bytes_text
 
 
 @named_in("gpufs")
@@ -91,9 +91,5 @@ def _allocate(file: int, size: int, mounts: Sequence[mounting.MountEntry]) -> No
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        space = os.fstatvfs(file)
-        figures = f"needs {bytes_text(size)}, {bytes_text(space.f_bavail * space.f_frsize)} free"
-        place = mounting.place_of(file, mounts)
-        raise OSError(errno.ENOSPC, f"{error.strerror}: {figures}{f' on {place}' if place else ''}") from None
+        lack = shortage(file, size, mounts) if error.errno == errno.ENOSPC else ""
+        raise OSError(error.errno, f"{error.strerror}: {lack}" if lack else error.strerror) from None

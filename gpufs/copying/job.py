@@ -12,10 +12,11 @@ from typing import Final
 from gpufs import syscalls
 from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import IdleConnections
+from gpufs.client._space import shortage
 from gpufs.copying import entries
 from gpufs.copying.data import DataCopy
 from gpufs.copying.entries import Entry, OpenFile
-from gpufs.copying.space import SpaceCheck, data_bytes, shortage
+from gpufs.copying.space import SpaceCheck, data_bytes
 from gpufs.copying.types import CopyError, CopyOptions, CopyResult, Progress, error_class
 from gpufs.exceptions import text_of
 from gpufs.mounting import MountEntry, MountTable, place_of

@@ -11,9 +11,9 @@ from typing import Final
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import control_file
+from gpufs.client._space import shortage
 from gpufs.mounting import MountEntry, place_of
 from gpufs.syscalls import os_error
-from gpufs.units import bytes_text
 
 # How long copies wait for memory: a file that has just been removed or closed frees its memory a moment later.
 _WAIT_SECONDS: Final = 3.0
@@ -61,38 +61,6 @@ class SpaceCheck:
 def data_bytes(status: os.stat_result, size: int) -> int:
     """The least space that a copy of a file needs, in bytes. Holes need none."""
     return min(size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else size
-
-
-def shortage(fd: int, needed: int, mounts: Sequence[MountEntry]) -> str:
-    """Why ``needed`` bytes do not fit, with the figures; "" if they do, or if the space is not known.
-
-    ``fd``: the file that they replace, whose own space they can use, or a directory, also opened with O_PATH.
-    ``mounts``: the mounts of gpufs with this file's st_dev.
-    """
-    try:
-        space = os.fstatvfs(fd)
-    except OSError:  # ENOSYS by a FUSE file system without STATFS
-        return ""
-    status = os.fstat(fd)
-    free = (space.f_bavail if mounts or os.geteuid() else space.f_bfree) * space.f_frsize  # root may use the reserve
-    reusable = status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
-    if not space.f_blocks or needed <= free + reusable:
-        return ""
-    place = place_of(fd, mounts)
-    texts = [bytes_text(needed), bytes_text(free)]
-    if texts[0] == texts[1]:
-        texts = [f"{needed} bytes", f"{free} bytes"]
-    limit = " within a directory's limit" if _has_limit(space, place, mounts) else ""
-    return f"needs {texts[0]}, {texts[1]} free{limit}{f' on {place}' if place else ''}"
-
-
-def _has_limit(space: os.statvfs_result, place: str, mounts: Sequence[MountEntry]) -> bool:
-    """Whether ``space`` is that of a directory with a limit: it has less than its device."""
-    root = next((entry for entry in mounts if entry.root == "/"), None)
-    try:
-        return root is not None and space.f_blocks < os.statvfs(os.path.join(root.mountpoint, place)).f_blocks
-    except OSError:
-        return False
 
 
 def _free_with_parking(fd: int, mounts: Sequence[MountEntry]) -> int:
