@@ -14,10 +14,11 @@ from gpufs.cli._output import Failure, bytes_text, complain
 _BLOCK: Final = 512  # unit of st_blocks
 
 
-def each_file(paths: Sequence[str], action: Callable[[str, os.stat_result], int | str], done: str) -> None:
-    """Call ``action`` with each regular file at or below the paths. Failure at the end if one has failed.
+def each_file(paths: Sequence[str], action: Callable[[str, os.stat_result, int | None], int | str], done: str) -> None:
+    """Call ``action`` with each regular file at or below the paths, its status, and what parked_bytes() returns.
 
-    It returns the bytes that it has changed something about, or why it has not.
+    The action returns the bytes that it has changed something about, or why it has not. Failure at the end if one has
+    failed.
     """
     count = size = failed = 0
     unchanged: Counter[str] = Counter()
@@ -26,8 +27,7 @@ def each_file(paths: Sequence[str], action: Callable[[str, os.stat_result], int 
             try:
                 if not stat.S_ISREG(status.st_mode):
                     raise OSError(EINVAL, "is not a regular file")
-                parked_bytes(file)
-                result = action(file, status)
+                result = action(file, status, parked_bytes(file))
             except OSError as error:
                 complain(f"{file}: {error.strerror}")
                 failed += 1

@@ -20,7 +20,7 @@ def command(paths: tuple[str, ...]) -> None:
     each_file(paths, _pin, "pinned:")
 
 
-def _pin(path: str, status: os.stat_result) -> int | str:
+def _pin(path: str, status: os.stat_result, _: int | None) -> int | str:
     try:
         os.setxattr(path, PINNED, b"", os.XATTR_CREATE)
     except FileExistsError:

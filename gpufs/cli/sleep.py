@@ -30,8 +30,7 @@ def command(paths: tuple[str, ...], timeout: float) -> None:
     may do this. The mount needs --host-memory.
     """
 
-    def sleep(path: str, status: os.stat_result) -> int | str:
-        before = parked_bytes(path)
+    def sleep(path: str, status: os.stat_result, before: int | None) -> int | str:
         try:
             park(path, timeout)
         except OSError as error:

@@ -17,7 +17,7 @@ def command(paths: tuple[str, ...]) -> None:
     each_file(paths, _unpin, "unpinned:")
 
 
-def _unpin(path: str, status: os.stat_result) -> int | str:
+def _unpin(path: str, status: os.stat_result, _: int | None) -> int | str:
     try:
         os.removexattr(path, PINNED)
     except OSError as error:

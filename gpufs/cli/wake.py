@@ -5,7 +5,7 @@ import os
 import click
 
 from gpufs.cli._main import complete_files
-from gpufs.cli._parking import each_file, held_bytes, parked_bytes
+from gpufs.cli._parking import each_file, held_bytes
 from gpufs.client._daemons import bring_back
 
 
@@ -21,8 +21,7 @@ def command(paths: tuple[str, ...]) -> None:
     each_file(paths, _wake, "awake:")
 
 
-def _wake(path: str, status: os.stat_result) -> int | str:
-    before = parked_bytes(path)
+def _wake(path: str, status: os.stat_result, before: int | None) -> int | str:
     bring_back(path)
     if before == 0:
         return "awake before"
