@@ -129,8 +129,8 @@ class DeviceMemory {
   // current range; earlier ranges keep the old memory).
   [[nodiscard]] virtual Extent release_span(std::uint64_t offset, std::uint64_t bytes) { return {offset, bytes}; }
 
-  // From now on populate() need not zero: the caller overwrites all of it before anybody else sees it. false: as
-  // before.
+  // true: from now on populate() need not zero, since the caller overwrites all of it before anybody else sees it.
+  // false: it zeroes again.
   virtual void leave_undefined(bool /*undefined*/) {}
 
   // From now on populated memory is never moved, because something outside uses its addresses or has mapped an export.

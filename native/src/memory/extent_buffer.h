@@ -266,7 +266,7 @@ class ExtentBuffer : public Buffer {
   // An empty buffer that is about to become a copy begins where its source does.
   void take_placement(const Buffer& source);
 
-  // ---- extent_buffer_park.cc. All need mutation_mutex_, except the first. ----
+  // ---- extent_buffer_park.cc. All need mutation_mutex_, except write_parked(). ----
   // Writes where the contents are parked, if they are and the file has these bytes already. False: nothing is written.
   bool write_parked(std::uint64_t offset, std::span<const std::byte> source);
   // The contents are on the device when this returns OK. What takes or releases memory calls it first.

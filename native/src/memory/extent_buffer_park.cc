@@ -74,7 +74,7 @@ Status ExtentBuffer::become_copy_of(ExtentBuffer& source) {
   std::uint64_t copied = TRY(copy_from(source, 0, 0, size, nullptr));
   if (copied != size) return host_is_full();
   const std::lock_guard mutation(mutation_mutex_);
-  overwritten_ = false;  // a write to a hole, while it is parked, takes more
+  overwritten_ = false;  // what a write to a hole takes later must be zeros
   if (memory_ != nullptr) memory_->leave_undefined(false);
   Status status = zero_existing(0, snapshot_->placement);
   return status.ok() ? zero_existing(snapshot_->placement + size, kNoLimit) : status;
