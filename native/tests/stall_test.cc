@@ -14,8 +14,8 @@ namespace gpufs::async_test {
 namespace {
 
 constexpr std::size_t kQueues = 4;
-constexpr std::size_t kBytes = std::size_t{300} << 10;
-constexpr int kChunks = 2;  // of kBytes
+// One chunk: a thread that has got two may wait for the copy of the first before it queues the second.
+constexpr std::size_t kBytes = std::size_t{200} << 10;
 constexpr std::size_t kTheirs = std::size_t{64} << 10;
 
 IoOptions hasty() {
@@ -113,7 +113,7 @@ TEST_P(Stall, ClosingATransferTimesOut) {
   request.file = rig->file;
   request.target = rig->buffer();
   const std::shared_ptr<Transfer> transfer = must(rig->transfers->start(request));
-  wait_for_copies(2 * kChunks);
+  wait_for_copies(2);
   EXPECT_EQ(transfer->close().error(), ETIMEDOUT);
   gate->open();
   EXPECT_OK(transfer->close());
@@ -148,7 +148,7 @@ TEST_P(Stall, MemoryInUseIsKeptWhenTheEngineCloses) {
   GTEST_SKIP() << "a detached thread's end and the reuse of its stack, in the C library, look like a race";
 #endif
   block_behind_the_program(rig->queue);
-  wait_for_copies(kChunks);
+  wait_for_copies(1);
   const FakeGpuState before = state_of(fake());
   rig->engine->shutdown();
   rig->transfers->shutdown();
