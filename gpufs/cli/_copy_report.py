@@ -17,8 +17,7 @@ from typing import Any
 from gpufs import mounting
 from gpufs.cli._output import countdown_text, json_text, printable
 from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
-from gpufs.copying.totals import Totals
-from gpufs.copying.types import STREAM, Outcome
+from gpufs.copying.types import STREAM, Outcome, Totals
 from gpufs.exceptions import text_of
 from gpufs.syscalls import os_error
 from gpufs.units import bytes_text, rate_text

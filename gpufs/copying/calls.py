@@ -17,8 +17,7 @@ from gpufs._naming import named_in
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.copier import Copier
 from gpufs.copying.entries import kind_of
-from gpufs.copying.totals import Totals
-from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Fastpath, Outcome
+from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Fastpath, Outcome, Totals
 
 
 @named_in("gpufs")

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final
 from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import IdleConnections
 from gpufs.copying import entries
-from gpufs.copying.totals import PROGRESS_SECONDS, Pace
-from gpufs.copying.types import CopyOptions, CopyProgress, Progress
+from gpufs.copying.types import PROGRESS_SECONDS, CopyOptions, CopyProgress, Pace, Progress
 from gpufs.exceptions import with_user_names
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import os_error, path_of

@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Protocol
 
-from gpufs.copying.totals import Pace
-from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Progress, error_class
+from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Pace, Progress, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import HostChannel
 from gpufs.hosts.messages import Deleted, FileResult, Lost, Moved, Notice, Plan, plain

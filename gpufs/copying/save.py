@@ -45,13 +45,13 @@ from gpufs.copying.manifest import (
 from gpufs.copying.new_directory import NewDirectory
 from gpufs.copying.part_sums import PART_BYTES, PartReader, Sums
 from gpufs.copying.space import data_bytes
-from gpufs.copying.totals import Pace
 from gpufs.copying.types import (
     CopyError,
     CopyOptions,
     CopyProgress,
     CopyResult,
     Outcome,
+    Pace,
     Progress,
     TreeOptions,
     TreeReport,

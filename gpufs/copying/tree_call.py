@@ -14,7 +14,6 @@ from gpufs.copying.calls import results_of, warning_here
 from gpufs.copying.copier import Copier
 from gpufs.copying.entries import find_targets, kind_of
 from gpufs.copying.loop import TreeCopy
-from gpufs.copying.totals import Totals
 from gpufs.copying.types import (
     CopyError,
     CopyOptions,
@@ -22,6 +21,7 @@ from gpufs.copying.types import (
     CopyResult,
     Fastpath,
     Outcome,
+    Totals,
     TreeOptions,
     check_options,
     copy_error,
