@@ -1,4 +1,4 @@
-"""Whether something fits where an open file is, in words."""
+"""Whether something fits where an open file is, in words, and how much space there can be."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Sequence
 
+from gpufs.client._daemons import control_file
 from gpufs.mounting import MountEntry, place_of
 from gpufs.units import bytes_text
 
@@ -40,3 +41,29 @@ def _has_limit(space: os.statvfs_result, place: str, mounts: Sequence[MountEntry
         return root is not None and space.f_blocks < os.statvfs(os.path.join(root.mountpoint, place)).f_blocks
     except OSError:
         return False
+
+
+def free_with_parking(fd: int, mounts: Sequence[MountEntry]) -> int:
+    """What several files can take together on a device that parks files when it is full (--evict); else 0."""
+    place = place_of(fd, mounts)
+    root = next((entry for entry in mounts if entry.root == "/"), None)
+    if root is None:
+        return 0
+    try:
+        status = control_file(root, "status")
+    except OSError:
+        return 0
+    devices = {device["name"]: device for device in status["devices"]}
+    space = os.fstatvfs(fd)
+    # A limit of a directory is not the device's memory.
+    if place not in devices or space.f_blocks * space.f_frsize < devices[place]["total_bytes"]:
+        return 0
+    if not status["knobs"].get("evict"):
+        return 0
+    return int(devices[place]["free_bytes"] + devices["host0"]["free_bytes"])
+
+
+def exceeds_all(fd: int, needed: int) -> bool:
+    """Whether ``needed`` bytes are more than the file system of an open file has, so that waiting cannot help."""
+    space = os.fstatvfs(fd)
+    return needed > space.f_blocks * space.f_frsize

@@ -281,6 +281,11 @@ def has_holes(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_blocks * 512 < status.st_size
 
 
+def data_bytes(status: os.stat_result, size: int) -> int:
+    """The least space that a copy of a file needs, in bytes. Holes need none."""
+    return min(size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else size
+
+
 def next_data(fd: int, offset: int) -> tuple[int, int]:
     """Start and end of the next data at or after an offset; both are the file's end if there is no more data."""
     end = os.fstat(fd).st_size

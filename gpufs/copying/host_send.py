@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from gpufs.copying import entries
 from gpufs.copying.checksums import RunningChecksum, sha256_of
-from gpufs.copying.entries import Entry, OpenFile
+from gpufs.copying.entries import Entry, OpenFile, data_bytes
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.host_reports import Sink
 from gpufs.copying.job import CopyContext
-from gpufs.copying.space import data_bytes
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError

@@ -12,22 +12,24 @@ from typing import Final
 from gpufs import syscalls
 from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import IdleConnections
-from gpufs.client._space import shortage
+from gpufs.client._space import exceeds_all, free_with_parking, shortage
 from gpufs.copying import entries
 from gpufs.copying.data import DataCopy
-from gpufs.copying.entries import Entry, OpenFile
-from gpufs.copying.space import SpaceCheck, data_bytes
+from gpufs.copying.entries import Entry, OpenFile, data_bytes
 from gpufs.copying.types import CopyError, CopyOptions, CopyResult, Progress, error_class
 from gpufs.exceptions import text_of
 from gpufs.mounting import MountEntry, MountTable, place_of
 from gpufs.new_file import remove_name
-from gpufs.syscalls import close_all
+from gpufs.syscalls import close_all, os_error
 from gpufs.units import bytes_text
 
 Mounts = dict[int, list[MountEntry]]  # by st_dev
 
 # Up to this size one read and one write are faster than a request to the daemon.
 SMALL_BYTES: Final = 128 << 10
+# How long copies wait for memory: a file that has just been removed or closed frees its memory a moment later.
+_WAIT_SECONDS: Final = 3.0
+_RETRY_SECONDS: Final = 0.02
 # Failures of the destination alone.
 _OF_DESTINATION: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 
@@ -41,8 +43,9 @@ class CopyContext:
         self.options = options
         self.notice = notice
         self.connections = IdleConnections(required=options.fastpath == "require", notice=notice)
-        self.space = SpaceCheck()
         self._mounts = MountTable()
+        # Of waiting for memory, for all copies together: if many do not fit, only the first wait.
+        self._seconds_left = _WAIT_SECONDS
 
     def mounts(self) -> Mounts:
         """Return the mounts of this machine, by the st_dev of their files."""
@@ -51,9 +54,23 @@ class CopyContext:
     def check_space(self, fd: int, needed: int, cancel: Cancellation | None, *, largest: int | None = None) -> None:
         """Raise OSError ENOSPC, with the figures, if ``needed`` bytes do not fit where an open file or directory is.
 
-        Waits for the memory of files on a mount that have just been removed. ``largest``: as of SpaceCheck.check().
+        Waits for the memory of files on a mount that have just been removed. ``largest``: of several files, the bytes
+        of the largest one: a full device may park the others.
         """
-        self.space.check(fd, needed, self.mounts().get(os.fstat(fd).st_dev, []), cancel, largest=largest)
+        mounts = self.mounts().get(os.fstat(fd).st_dev, [])
+        waited = False
+        while text := shortage(fd, needed, mounts):
+            if largest is not None and not shortage(fd, largest, mounts) and needed <= free_with_parking(fd, mounts):
+                return
+            if self._seconds_left <= 0 or not mounts or exceeds_all(fd, needed):
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
+            if cancel is not None and cancel.cancelled:
+                raise os_error(errno.ECANCELED)
+            time.sleep(_RETRY_SECONDS)
+            self._seconds_left -= _RETRY_SECONDS
+            waited = True
+        if waited:
+            self._seconds_left = _WAIT_SECONDS
 
     def close(self) -> None:
         """End the connections."""

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.deletion import Names, check_apart, delete_others, names_of
-from gpufs.copying.entries import Entry
+from gpufs.copying.entries import Entry, data_bytes
 from gpufs.copying.job import CopyContext
-from gpufs.copying.space import data_bytes
 from gpufs.copying.tree import FileTree, TreeState, file_is_current
 from gpufs.copying.types import CopyResult, Outcome, Progress, TreeOptions, TreeReport
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files, walk_store

@@ -22,7 +22,7 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import set_quota
 from gpufs.copying import entries
 from gpufs.copying.attributes import write_xattrs
-from gpufs.copying.entries import Entry, OpenFile, open_path
+from gpufs.copying.entries import Entry, OpenFile, data_bytes, open_path
 from gpufs.copying.job import CopyContext, CopyJob
 from gpufs.copying.loop import CopyThreads
 from gpufs.copying.manifest import (
@@ -39,7 +39,6 @@ from gpufs.copying.manifest import (
     name_of_text,
 )
 from gpufs.copying.part_sums import PartReader
-from gpufs.copying.space import data_bytes
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Progress, TreeReport, copy_error
 from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.new_file import NewFile

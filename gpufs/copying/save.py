@@ -22,7 +22,7 @@ from gpufs import syscalls
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.attributes import read_xattrs
-from gpufs.copying.entries import Entry, OpenFile, SourceAttributes, open_path
+from gpufs.copying.entries import Entry, OpenFile, SourceAttributes, data_bytes, open_path
 from gpufs.copying.job import CopyContext
 from gpufs.copying.loop import TreeCopy
 from gpufs.copying.manifest import (
@@ -44,7 +44,6 @@ from gpufs.copying.manifest import (
 )
 from gpufs.copying.new_directory import NewDirectory
 from gpufs.copying.part_sums import PART_BYTES, PartReader, Sums
-from gpufs.copying.space import data_bytes
 from gpufs.copying.types import (
     CopyError,
     CopyOptions,
