@@ -13,7 +13,6 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal, NamedTuple, Protocol, Self
 
-from gpufs import syscalls
 from gpufs.copying.types import CopyError, DaemonDiedCopyError, NotOnMountCopyError
 from gpufs.exceptions import DEAD, text_of
 from gpufs.syscalls import close_all, closed_after, path_of
@@ -268,14 +267,6 @@ def is_link(entry: Entry) -> bool:
         return False
 
 
-def may_have_holes(source: int, destination: int) -> bool:
-    """Whether a copy may leave something out: the source takes up less than its size, the destination can have holes.
-
-    The destination is empty where the copy has not been yet.
-    """
-    return has_holes(os.fstat(source)) and stat.S_ISREG(os.fstat(destination).st_mode)
-
-
 def has_holes(status: os.stat_result) -> bool:
     """Whether a file takes up less than its size."""
     return stat.S_ISREG(status.st_mode) and status.st_blocks * 512 < status.st_size
@@ -301,12 +292,6 @@ def next_data(fd: int, offset: int) -> tuple[int, int]:
         if error.errno == errno.EINVAL:  # the file system does not report holes
             return offset, end
         raise
-
-
-def settle_on_mount(fd: int) -> None:
-    """Drop the kernel's cache of a file that the daemon has changed."""
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    syscalls.refresh(fd)
 
 
 class SourceAttributes(Protocol):
