@@ -15,8 +15,7 @@ from typing import Final, Literal
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
-from gpufs.copying.checksums import RunningChecksum, sha256_of
-from gpufs.copying.comparison import has_checksum
+from gpufs.copying.checksums import RunningChecksum, has_checksum, sha256_of
 from gpufs.copying.deletion import delete_others
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place

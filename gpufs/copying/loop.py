@@ -325,7 +325,7 @@ class TreeCopy(CopyThreads):
 
     def _different(self, step: Step, ends: list[Entry | Url]) -> list[Entry | Url]:
         """Return those of the copies that do not have the content of the file, and count the others."""
-        from gpufs.copying.comparison import same_content  # with hashlib, which other copies do without
+        from gpufs.copying.checksums import same_content  # with hashlib, which other copies do without
 
         assert step.source is not None
         different = []
