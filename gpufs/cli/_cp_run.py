@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from gpufs.cli._copy_report import CopyReport
 from gpufs.cli._output import Failure, complain
@@ -19,18 +19,14 @@ from gpufs.copying.types import STREAM, CopyOptions, Fastpath, Outcome, TreeOpti
 from gpufs.exceptions import text_of
 
 
-class CpOptions(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class CpOptions(TreeOptions):
     """The options of the command. ``archive`` implies recursive and preserve. ``progress`` None: on a terminal.
 
     ``shell`` and ``remote_gpufs``: of the other machine, None for ssh and gpufs. ``command``: its name, for messages.
     """
 
-    recursive: bool = False
-    dereference: bool = False
-    preserve: bool = False
     archive: bool = False
-    no_clobber: bool = False
-    partial: bool = False
     verify: bool = False
     fsync: bool = False
     jobs: int = 4
@@ -38,13 +34,6 @@ class CpOptions(NamedTuple):
     verbose: bool = False
     json: bool = False
     progress: bool | None = None
-    exact: bool = False
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    update: bool = False
-    dry_run: bool = False
-    checksum: bool = False
-    delete: bool = False
     quiet: bool = False
     shell: str | None = None
     remote_gpufs: str | None = None
@@ -54,11 +43,6 @@ class CpOptions(NamedTuple):
     def of_each_copy(self) -> CopyOptions:
         """The options that concern single files."""
         return CopyOptions(self.fastpath, self.fsync, self.verify, self.preserve, self.partial)
-
-    @property
-    def of_trees(self) -> TreeOptions:
-        """The options that choose which files are copied."""
-        return TreeOptions(**{name: getattr(self, name) for name in TreeOptions._fields})
 
 
 def run(names: list[str], directories: list[str], options: CpOptions) -> int:
@@ -74,7 +58,7 @@ def run(names: list[str], directories: list[str], options: CpOptions) -> int:
 
 def _run(names: list[str], directories: list[str], options: CpOptions) -> int:
     if options.archive:
-        options = options._replace(recursive=True, preserve=True)
+        options = replace(options, recursive=True, preserve=True)
     if options.checksum and not options.update:
         raise Failure("--checksum needs -u", 2)
     kind = kind_of([*names, *directories])
@@ -167,7 +151,7 @@ class Run(CopyReport):
         super().__init__(options.command, **shown)
         self._copier = copier
         self._options = options
-        self._loop = TreeCopy(copier, options.of_trees, self.cancel, self)
+        self._loop = TreeCopy(copier, options, self.cancel, self)
         self._ending: OSError | None = None  # what ended the copy between machines
 
     def copy_files(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
@@ -217,7 +201,7 @@ class Run(CopyReport):
                 raise OSError(errno.EINVAL, "dry-run cannot be used with HOST:PATH: the other machine decides")
         with _misuse():
             route = host_copy.Route(sources, ends, shell=options.shell or "", program=options.remote_gpufs or "")
-        request = host_copy.new_request(options.of_each_copy, options.of_trees, in_directory=in_directory)
+        request = host_copy.new_request(options.of_each_copy, options, in_directory=in_directory)
         try:
             # Before the progress line, which would overwrite a question of ssh.
             with route.connected(self.cancel, complain) as copy:

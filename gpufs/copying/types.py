@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
@@ -35,7 +36,8 @@ class CopyOptions(NamedTuple):
             raise ValueError(f"fastpath: {self.fastpath!r} is not one of {', '.join(get_args(Fastpath))}")
 
 
-class TreeOptions(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions:
     """Which files are copied, and where to; docs/cp.md describes the options. ``exact``: --no-target-directory.
 
     ``delete``: first remove what the source does not have.
