@@ -38,23 +38,10 @@ class Sink(Protocol):
 class Silent:
     """Reports nothing: the other side has the results."""
 
-    def planned(self, size: int) -> None:
+    def planned(self, *_: object, **__: object) -> None:
         pass
 
-    def moved(self, source: str, count: int) -> None:
-        pass
-
-    def noticed(self, text: str) -> None:
-        pass
-
-    def deleted(self, path: str) -> None:
-        pass
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        pass
-
-    def host_lost(self, hop: int, error: CopyError) -> None:
-        pass
+    moved = noticed = deleted = file_ended = host_lost = planned
 
 
 class Noted:
