@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from gpufs.client._attach_many import attach_many
     from gpufs.client._create import create
     from gpufs.client._follow import Follower, follow
-    from gpufs.client._register import Registration
-    from gpufs.client._register_call import register
-    from gpufs.client._register_module import ModuleRegistration
+    from gpufs.client._register import ModuleRegistration, Registration, register
     from gpufs.client._replace import replace
     from gpufs.client._sleep import sleep, wake, when_asked
     from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded
@@ -49,7 +47,7 @@ _MODULES = {
     "DeviceFull": "exceptions",
     "DeviceStatus": "reports",
     "Follower": "client._follow",
-    "ModuleRegistration": "client._register_module",
+    "ModuleRegistration": "client._register",
     "MountStatus": "reports",
     "NotOnMount": "exceptions",
     "OwnedMount": "owned_mount",
@@ -61,7 +59,7 @@ _MODULES = {
     "follow": "client._follow",
     "mount": "owned_mount",
     "mounts": "reports",
-    "register": "client._register_call",
+    "register": "client._register",
     "replace": "client._replace",
     "sleep": "client._sleep",
     "status": "reports",
