@@ -24,6 +24,7 @@ _STATX_TYPE_MODE_INO: Final = 0x1 | 0x2 | 0x100
 _STATX_BASIC: Final = 0x7FF
 _STATX_BYTES: Final = 256
 _STATFS_BYTES: Final = 256  # more than any architecture's struct statfs
+_RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
 _SYS_OPENAT2: Final = 437  # the same on all architectures
 _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine, -1)
 _PEER: Final = struct.Struct("3i")
@@ -103,9 +104,9 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
 # ---- names: may block as their file systems' servers do ----
 
 
-def openat2(directory: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
-    """Open a name below a directory, by the rules of ``resolve`` (RESOLVE_BENEATH, ...)."""
-    how = struct.pack("=QQQ", flags, mode, resolve)
+def open_beneath(directory: int, path: bytes, flags: int, mode: int = 0) -> int:
+    """Open a name below a directory by openat2(2): never through a symbolic link, and never out of the directory."""
+    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, _RESOLVE)
     return _check(_libc.syscall(_SYS_OPENAT2, directory, path, how, len(how)))
 
 

@@ -42,10 +42,9 @@ from gpufs.copying.part_sums import PartReader
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Progress, TreeReport, copy_error
 from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.new_file import NewFile
-from gpufs.syscalls import closed_after, openat2, path_of
+from gpufs.syscalls import closed_after, open_beneath, path_of
 
-_RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
-_DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
 _SET_ID: Final = stat.S_ISUID | stat.S_ISGID
 # The names in the way, or missing files, that a message lists.
 _MOST_NAMES: Final = 3
@@ -455,7 +454,7 @@ def _open_below(directory: int, path: str, *, create: Callable[[int], None] | No
     """
     raw = os.fsencode(path) or b"."
     try:
-        return openat2(directory, raw, _DIRECTORY, 0, _RESOLVE)
+        return open_beneath(directory, raw, _DIRECTORY)
     except FileNotFoundError:
         if create is None:
             raise
@@ -463,14 +462,14 @@ def _open_below(directory: int, path: str, *, create: Callable[[int], None] | No
         if error.errno == errno.ELOOP:
             raise OSError(errno.ENOTDIR, "a symbolic link is in the way of a directory") from None
         raise
-    fd = openat2(directory, b".", _DIRECTORY, 0, _RESOLVE)
+    fd = open_beneath(directory, b".", _DIRECTORY)
     for name in path.split("/"):
         try:
             created = False
             with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=fd)
                 created = True
-            below = openat2(fd, os.fsencode(name), _DIRECTORY, 0, _RESOLVE)
+            below = open_beneath(fd, os.fsencode(name), _DIRECTORY)
         finally:
             os.close(fd)
         fd = below

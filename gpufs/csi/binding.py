@@ -34,9 +34,6 @@ _MS_NODEV: Final = 4
 _MS_REMOUNT: Final = 32
 _MS_BIND: Final = 4096
 _DETACH: Final = 2 | 8  # MNT_DETACH, and UMOUNT_NOFOLLOW
-_RESOLVE_NO_MAGICLINKS: Final = 0x02
-_RESOLVE_NO_SYMLINKS: Final = 0x04
-_RESOLVE_BENEATH: Final = 0x08
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NOT_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # of the directory that has a target
 
@@ -74,9 +71,8 @@ class Targets:
         """
         folder, name = os.path.split(self.path_of(target))
         below = os.path.relpath(folder, self._kubelet)
-        resolve = _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
         with closed_after(os.open(self._kubelet, _DIRECTORY)) as kubelet:
-            fd = syscalls.openat2(kubelet, os.fsencode(below), _DIRECTORY, 0, resolve)
+            fd = syscalls.open_beneath(kubelet, os.fsencode(below), _DIRECTORY)
         with closed_after(fd):
             yield fd, name
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from errno import EDEADLK, ESTALE
 from typing import Final
 
-from gpufs.syscalls import openat2, os_error
+from gpufs.syscalls import open_beneath, os_error
 
 FIRST_INODE: Final = 1 << 48  # the numbers of the engine's table are below (native/src/fuse/open_files.h)
 _TRIED: Final = 8  # inodes whose descriptors may be closed for each new one
-_RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
 
 _Key = tuple[str, int, int]  # the share's name, st_dev and st_ino
 Found = tuple[int, os.stat_result]  # an O_PATH descriptor and what it leads to
@@ -64,11 +63,6 @@ class BackingNode:
     def link(self) -> str:
         """A path that leads to the inode, whatever its names are."""
         return f"/proc/self/fd/{self.fd}"
-
-
-def open_beneath(directory: int, path: bytes, flags: int, mode: int = 0) -> int:
-    """openat2(2), never through a symbolic link and never out of the directory."""
-    return openat2(directory, path, flags | os.O_CLOEXEC, mode, _RESOLVE)
 
 
 def look_up(directory: int, path: bytes) -> Found:

@@ -16,9 +16,9 @@ from errno import EDEADLK, EINVAL, EMFILE, ESTALE
 from typing import Any, Final
 
 from gpufs.fs.backing.calls import HostCalls, acting_as, with_daemons_rights
-from gpufs.fs.backing.inodes import BackingNode, Found, look_up, open_beneath
+from gpufs.fs.backing.inodes import BackingNode, Found, look_up
 from gpufs.fs.requests import Caller, Handles, InodeReply, Listing, Opened
-from gpufs.syscalls import file_system_type, os_error, trusted
+from gpufs.syscalls import file_system_type, open_beneath, os_error, trusted
 
 log = logging.getLogger(__name__)
 
