@@ -15,8 +15,7 @@ from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 
 from gpufs.integrations._checkpoint import Checkpoint, release
 from gpufs.integrations._module_state import ModuleState
-from gpufs.integrations._phases import Phases
-from gpufs.integrations._shared_weights import SharedWeights
+from gpufs.integrations._shared_weights import Phases, SharedWeights
 from gpufs.integrations._sharing import (
     RELOAD_REFUSED,
     LoaderSettings,

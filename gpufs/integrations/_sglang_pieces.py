@@ -26,9 +26,8 @@ from sglang.srt.weight_cache.ipc_loader import IpcModelLoader
 from sglang.srt.weight_cache.protocol import is_ipc_quant_supported
 
 from gpufs.integrations._module_state import set_attributes
-from gpufs.integrations._phases import Phases
 from gpufs.integrations._sglang_sleep import sleep_with_memory_saver
-from gpufs.integrations._shared_weights import OpenWeights, fill
+from gpufs.integrations._shared_weights import OpenWeights, Phases, fill
 from gpufs.integrations._sharing import device_name
 
 __all__ = [

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from gpufs.formats import FormatError
-from gpufs.integrations._phases import Phases
 from gpufs.new_file import NewFile, has_name
 from gpufs.syscalls import closed_after
 from gpufs.torch import publish
@@ -35,6 +34,25 @@ METADATA_KEY = "gpufs.engine"
 SMALLEST_SHARED = 64 << 10
 _RETRY_SECONDS = 0.2
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class Phases:
+    """Where the time of one load goes. Each phase begins where the one before it ends, the first with this object."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        """Note the end of a phase. Phases of one name add up."""
+        now = time.perf_counter()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        """Return a text such as "0.21 seconds (attach 0.02, build the model 0.19)"."""
+        parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self._seconds.items())
+        return f"{time.perf_counter() - self._start:.3f} seconds" + (f" ({parts})" if parts else "")
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from gpufs import mounting, reports
 from gpufs.client._daemons import control_file
 from gpufs.formats import FormatError
 from gpufs.formats.safetensors import without_garbage_collection
-from gpufs.integrations._phases import Phases
-from gpufs.integrations._shared_weights import OpenWeights, SharedWeights, move_to_shared
+from gpufs.integrations._shared_weights import OpenWeights, Phases, SharedWeights, move_to_shared
 from gpufs.units import bytes_text
 
 SLEEP_REFUSED = (

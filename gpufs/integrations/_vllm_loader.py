@@ -15,8 +15,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from gpufs.integrations._checkpoint import Checkpoint, release
-from gpufs.integrations._phases import Phases
-from gpufs.integrations._shared_weights import SharedWeights, named_tensors
+from gpufs.integrations._shared_weights import Phases, SharedWeights, named_tensors
 from gpufs.integrations._sharing import (
     SLEEP_REFUSED,
     LoaderSettings,

@@ -38,8 +38,7 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from gpufs.integrations._module_state import HelperState, missing, set_attributes
-from gpufs.integrations._phases import Phases
-from gpufs.integrations._shared_weights import OpenWeights, fill
+from gpufs.integrations._shared_weights import OpenWeights, Phases, fill
 from gpufs.integrations._sharing import device_name
 
 __all__ = [
