@@ -1,9 +1,10 @@
-"""The files of mounts at and below a path, for commands that list or change them."""
+"""The files of mounts at and below a path, and their memory, for commands that list or change them."""
 
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
+from errno import ENODATA
 
 from gpufs import mounting
 from gpufs.cli._output import complain
@@ -53,3 +54,23 @@ def files_of(root: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_resul
 
 def _not_listed(error: OSError) -> None:
     complain(f"{os.fsdecode(error.filename)}: {error.strerror}")
+
+
+def held_bytes(status: os.stat_result) -> int:
+    """The memory of a file, wherever it is."""
+    return status.st_blocks * 512
+
+
+def parked_bytes(path: str, *, follow: bool = True) -> int | None:
+    """How much of a file's memory is in the host's memory. None: this user may not read the file.
+
+    OSError ENODATA for files of the mount that have no memory, such as those of the host and of gpufs itself.
+    """
+    try:
+        return int(os.getxattr(path, "user.gpufs.parked_bytes", follow_symlinks=follow))
+    except PermissionError:
+        return None
+    except OSError as error:
+        if error.errno != ENODATA:
+            raise
+        raise OSError(ENODATA, "is not in a device's memory") from None

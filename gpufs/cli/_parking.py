@@ -4,14 +4,11 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from errno import EINVAL, ENODATA
-from typing import Final
+from errno import EINVAL
 
 from gpufs import mounting
-from gpufs.cli._files import files_of
+from gpufs.cli._files import files_of, parked_bytes
 from gpufs.cli._output import Failure, bytes_text, complain
-
-_BLOCK: Final = 512  # unit of st_blocks
 
 
 def each_file(paths: Sequence[str], action: Callable[[str, os.stat_result, int | None], int | str], done: str) -> None:
@@ -42,26 +39,6 @@ def each_file(paths: Sequence[str], action: Callable[[str, os.stat_result, int |
     print(f"{line}; unchanged: {rest}" if rest else line)
     if failed:
         raise Failure(f"{failed} of {count + failed + unchanged.total()} files stay as they are")
-
-
-def held_bytes(status: os.stat_result) -> int:
-    """The memory of a file, wherever it is."""
-    return status.st_blocks * _BLOCK
-
-
-def parked_bytes(path: str) -> int | None:
-    """How much of a file's memory is in the host's memory. None: this user may not read the file.
-
-    OSError ENODATA for files of the mount that have no memory, such as those of the host and of gpufs itself.
-    """
-    try:
-        return int(os.getxattr(path, "user.gpufs.parked_bytes"))
-    except PermissionError:
-        return None
-    except OSError as error:
-        if error.errno != ENODATA:
-            raise
-        raise OSError(ENODATA, "is not in a device's memory") from None
 
 
 def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:

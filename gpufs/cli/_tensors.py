@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 import click
 
 from gpufs import mounting
+from gpufs.cli._files import held_bytes
 from gpufs.cli._output import Failure
-from gpufs.cli._parking import held_bytes
 from gpufs.copying.entries import Entry, next_data, open_path
 from gpufs.exceptions import text_of
 from gpufs.formats import FormatError

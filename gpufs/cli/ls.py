@@ -10,11 +10,10 @@ import click
 
 from gpufs import config, mounting
 from gpufs.cli import _mounts, _queries
-from gpufs.cli._files import files_of
+from gpufs.cli._files import files_of, held_bytes, parked_bytes
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import timeout_option
 from gpufs.cli._output import Failure, age_text, bytes_text, complain, json_text, table, user_name
-from gpufs.cli._parking import held_bytes
 from gpufs.drivers import DEVICE_DIRECTORIES
 
 
@@ -124,9 +123,8 @@ def _has_host_memory(entry: mounting.MountEntry) -> bool:
 
 
 def _parked(path: str) -> int:
-    """Return how much of a file's memory is in the host's memory."""
     try:
-        return int(os.getxattr(path, "user.gpufs.parked_bytes", follow_symlinks=False))
+        return parked_bytes(path, follow=False) or 0
     except OSError:
         return 0  # removed by now, or of an earlier daemon
 

@@ -7,9 +7,10 @@ from typing import Final
 import click
 
 from gpufs import config
+from gpufs.cli._files import held_bytes, parked_bytes
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import timeout_option
-from gpufs.cli._parking import each_file, held_bytes, parked_bytes
+from gpufs.cli._parking import each_file
 from gpufs.client._daemons import park
 
 _SMALL: Final = 2 << 20  # such files share memory with others

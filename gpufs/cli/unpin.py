@@ -5,8 +5,9 @@ import os
 
 import click
 
+from gpufs.cli._files import held_bytes
 from gpufs.cli._main import complete_files
-from gpufs.cli._parking import each_file, held_bytes
+from gpufs.cli._parking import each_file
 from gpufs.new_file import PINNED
 
 
