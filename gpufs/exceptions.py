@@ -41,7 +41,6 @@ def class_of(number: int) -> type[OSError]:
 
 
 def text_of(error: OSError) -> str:
-    """A failure in words."""
     if error.errno in DEAD:
         return "the daemon of the gpufs mount has died (gpufs umount cleans up)"
     return error.strerror or str(error)

@@ -67,7 +67,6 @@ class MountEntry(NamedTuple):
 
     @property
     def uid(self) -> int:
-        """The user that mounted it."""
         match = re.search(r"(?:^|,)user_id=(\d+)", self.options)
         return int(match[1]) if match else 0
 

@@ -130,12 +130,10 @@ def syncfs(fd: int) -> None:
 
 
 def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes) -> None:
-    """Call mount(2)."""
     _check(_libc.mount(source, target, kind, ctypes.c_ulong(flags), options))
 
 
 def umount2(target: bytes, flags: int) -> None:
-    """Call umount2(2)."""
     _check(_libc.umount2(target, flags))
 
 

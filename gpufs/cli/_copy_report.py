@@ -41,7 +41,6 @@ class ProgressLine:
         self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
 
     def print(self, line: str, stream: Any) -> None:
-        """Print a line above the progress."""
         self._write("\r\x1b[K")
         with self._lock:
             print(line, file=stream, flush=True)
@@ -184,11 +183,9 @@ class CopyReport:
             self._print(f"{'deletes' if self._dry_run else 'deleted'} {path}", self._lines)
 
     def warned(self, text: str) -> None:
-        """Print a warning."""
         self.noticed(f"warning: {text}")
 
     def noticed(self, text: str) -> None:
-        """Print a line."""
         if not self._quiet:
             self._print(f"gpufs {self._command}: {text}", sys.stderr)
 

@@ -314,7 +314,6 @@ class Process(NamedTuple):
             signal.pidfd_send_signal(self.fd, number)
 
     def close(self) -> None:
-        """End the hold."""
         os.close(self.fd)
 
 

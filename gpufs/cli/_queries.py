@@ -114,7 +114,6 @@ def memory_cells(device: dict[str, Any]) -> list[str]:
 
 
 def cell(value: object) -> str:
-    """Return a cell of a table."""
     return "-" if value is None or value == "" else str(value)
 
 
@@ -215,7 +214,6 @@ def quotas_of(status: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def quota_lines(quotas: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table."""
     rows = []
     for quota in quotas:
         used, limit = quota["used_bytes"], quota["limit_bytes"]

@@ -69,7 +69,6 @@ def _print(findings: list[Finding]) -> None:
 
 
 def examine(environment: Environment, names: Sequence[str]) -> list[Finding]:
-    """Run all checks."""
     probed = [environment.driver(name) for name in DRIVERS]
     return [
         *mounting(environment),

@@ -77,5 +77,4 @@ def _remount(path: str, given: Options, chosen: config.Settings) -> None:
 
 
 def _knobs(entry: mounting.MountEntry) -> dict[str, Any]:
-    """Return the knobs of a mount that runs."""
     return dict(control_file(entry, "status")["knobs"])

@@ -540,7 +540,6 @@ class DeviceArray(Closing):
 
 
 def _strides_of(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
-    """The distances in bytes in a contiguous array."""
     strides = []
     for extent in reversed(shape):
         strides.append(item)

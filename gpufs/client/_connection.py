@@ -59,7 +59,6 @@ class _Pending:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more comes."""
         if self.failure is not None:
             return True
         if isinstance(self.message, protocol.Attached):

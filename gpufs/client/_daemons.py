@@ -214,7 +214,6 @@ class IdleConnections:
         self._silent_until: dict[int, float] = {}  # daemons that did not answer, which takes long to find out
 
     def close(self) -> None:
-        """End the idle ones."""
         while self._idle:
             _, connections = self._idle.popitem()
             for connection in connections:

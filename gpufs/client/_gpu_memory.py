@@ -40,8 +40,6 @@ class _IpcHandle(ctypes.Structure):
 
 
 class _Vendor:
-    """A vendor's library."""
-
     def __init__(self, driver: str) -> None:
         self._driver = driver
         self._library = self._load(driver)

@@ -81,7 +81,6 @@ class _Opened:
 
     @property
     def name(self) -> str:
-        """The name in the directory."""
         return os.path.basename(self.path)
 
 

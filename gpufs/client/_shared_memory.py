@@ -38,7 +38,6 @@ class MemoryShare:
     handle: bytes = b""
 
     def close(self) -> None:
-        """Close the descriptor."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -56,12 +56,10 @@ class RunningChecksum:
         self._sha256 = hashlib.sha256() if verify else None
 
     def update(self, data: memoryview) -> None:
-        """Add bytes."""
         if self._sha256 is not None:
             self._sha256.update(data)
 
     def skip(self, count: int) -> None:
-        """Add a hole."""
         while self._sha256 is not None and count:
             step = min(count, len(_ZEROS))
             self._sha256.update(_ZEROS[:step])

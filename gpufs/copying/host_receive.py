@@ -60,8 +60,6 @@ _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
 
 @dataclass(eq=False)
 class Receiver:
-    """Receives files."""
-
     context: CopyContext
     channel: HostChannel  # to the sender
     bases: Sequence[Entry]  # the destinations of the sources, with their directories open

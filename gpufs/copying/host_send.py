@@ -146,7 +146,6 @@ class Sender:
             self._outlet.end()
 
     def _answered(self, result: FileResult) -> Sent:
-        """Return the file of a result."""
         sent = self._pending.get(result.number)
         if sent is None or result.hop not in sent.waiting:
             raise HostProtocolError("the result of a file that was not sent")

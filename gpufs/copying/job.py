@@ -96,7 +96,6 @@ class CopyContext:
             self._seconds_left = _WAIT_SECONDS
 
     def close(self) -> None:
-        """End the connections."""
         self.connections.close()
         self._mounts.close()
 
@@ -203,7 +202,6 @@ class CopyJob:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the copy is."""
         return self._data.cancel is not None and self._data.cancel.cancelled
 
     def _result(self, digest: str | None) -> CopyResult:
@@ -459,7 +457,6 @@ class DataCopy:
         return True
 
     def by_kernel(self) -> None:
-        """Copy inside one mount."""
         self.method = "kernel"
         step = _KERNEL_FIRST_BYTES
         while True:
@@ -571,7 +568,6 @@ class DataCopy:
         self._report(self.done)
 
     def _report(self, moved: int, phase: str = "copy") -> None:
-        """Report progress, but not too often."""
         if self._progress is not None and self._pace.is_due():
             self._progress(CopyProgress(moved, self.total, dict(self.paths), phase))
 

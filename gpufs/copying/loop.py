@@ -149,8 +149,6 @@ class CopyThreads:
 
 
 class TreeCopy(CopyThreads):
-    """One run of the loop."""
-
     def __init__(self, copier: FileCopier, options: TreeOptions, cancel: Cancellation, report: TreeReport) -> None:
         super().__init__(cancel, report)
         self.state = TreeState(options, cancel, report)

@@ -86,7 +86,6 @@ class Named(_Line, kw_only=True):
     xattrs: dict[str, bytes] = {}
 
     def attributes(self) -> Attributes:
-        """Return what preserve() sets."""
         return Attributes(int(self.mode, 8), self.uid, self.gid, _ns_of_time(self.atime), _ns_of_time(self.mtime))
 
 
@@ -115,8 +114,6 @@ class File(Named, tag="file", kw_only=True):
 
 
 class Symlink(Named, tag="symlink", kw_only=True):
-    """A symbolic link."""
-
     target: Text
 
 
@@ -218,12 +215,10 @@ class ManifestWriter:
                     yield name_of_text(record.path), name_of_text(record.to)
 
     def finish(self) -> None:
-        """Write the last line."""
         self.write(End(lines=self._lines, sha256=self._checksum.hexdigest()))
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -258,7 +253,6 @@ class Manifest:
             raise
 
     def close(self) -> None:
-        """Close it."""
         for fd in (self._fd, self.tree, self.directory):
             if fd >= 0:
                 os.close(fd)

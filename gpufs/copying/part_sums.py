@@ -39,7 +39,6 @@ class PartReader:
         self._of_thread = threading.local()
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown()
 
     def read(self, fd: int, size: int, cancel: Cancellation, take: Take) -> Sums:

@@ -63,7 +63,6 @@ class SavedFiles:
         self._reader = PartReader()
 
     def close(self) -> None:
-        """End the threads."""
         self._reader.close()
 
     def records(self) -> Iterator[tuple[str, Record]]:
@@ -78,7 +77,6 @@ class SavedFiles:
                 yield path[len(self.part) + 1 :], record
 
     def find_checks(self, workers: CopyThreads) -> None:
-        """Queue a check of each file."""
         try:
             for _, record in self.records():
                 if isinstance(record, File):

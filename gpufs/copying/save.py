@@ -143,7 +143,6 @@ class Save:
     # ---- what is saved ----
 
     def find(self, loop: TreeCopy) -> None:
-        """Add everything to the loop."""
         if self._fits():
             for directory, name in self._saved.directories:
                 loop.add(self._walk(directory, self._fail), [_SavedTree(self, name)])
@@ -201,7 +200,6 @@ class Save:
         return os.path.join(self.path, TREE, path)
 
     def write(self, line: Directory | File | Symlink | Special | HardLink) -> None:
-        """Add a line to the manifest."""
         assert self._manifest is not None
         self._manifest.write(line)
 
@@ -219,7 +217,6 @@ class Save:
         progress: Progress,
         cancel: Cancellation,
     ) -> list[Outcome]:
-        """Save one file."""
         (end,) = ends
         assert isinstance(source, Entry)
         assert isinstance(end, Entry)

@@ -83,7 +83,6 @@ class _Destination:
             raise
 
     def read_back(self, cancel: Cancellation) -> Iterator[memoryview]:
-        """Yield what the file holds."""
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return blocks(self.fd, lambda: cancel.cancelled)
 
@@ -113,7 +112,6 @@ class StoreCopies:
         self._pool = Workers(PARTS_IN_FLIGHT)
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.close()
 
     def download(

@@ -61,7 +61,6 @@ class Directory:
             raise OSError(errno.EBUSY, "another process has put a directory in its place", entry.path)
 
     def child(self, name: str) -> Entry:
-        """Return a name in it."""
         return self.entry.child(name, self.fd)
 
     def complete(self) -> None:
@@ -75,7 +74,6 @@ class Directory:
             os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
 
     def close(self) -> None:
-        """Close it."""
         os.close(self.fd)
 
 

@@ -199,11 +199,9 @@ class _Report:
     # ---- the same, of a copy between machines ----
 
     def moved(self, source: str, count: int) -> None:
-        """``count`` bytes of a source have been copied."""
         self._totals.report(source, CopyProgress(count, 0, {"pipe": count}))
 
     def noticed(self, text: str) -> None:
-        """Warn the caller."""
         self.warned(text)
 
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:

@@ -284,7 +284,6 @@ class Totals:
                     self._paths.update(outcome.paths)
 
     def progress(self) -> CopyProgress:
-        """Return the progress of all copies."""
         with self._lock:
             paths = self._paths.copy()
             for running in self._running.values():

@@ -108,7 +108,6 @@ class OperationQueue(InUse):
         engine._users.add(self)
 
     def in_use(self) -> object:
-        """Return what the operations use."""
         with self.lock:
             return list(self.under_way.values())
 

@@ -18,7 +18,6 @@ class ElementType:
 
     @property
     def bytes(self) -> int:
-        """The bytes of an element."""
         return self.bits // 8
 
 

@@ -30,7 +30,6 @@ class _SmallFloat:
 
     @functools.cached_property
     def values(self) -> NDArray[np.float32]:
-        """The value of each code."""
         code = np.arange(1 << self.bits)
         if self.special == "scale":  # powers of two without a sign
             values = 2.0 ** (code - self.bias)

@@ -52,7 +52,6 @@ def _read_from(read: Callable[[int, int], bytes], start: int, offset: int, count
 
 
 def read_npy(size: int, read: Callable[[int, int], bytes]) -> TensorPlace:
-    """Return the array of an npy file."""
     prefix = read(0, min(size, _PREFIX_BYTES))
     if not prefix.startswith(MAGIC) or len(prefix) < _PREFIX_BYTES:
         raise FormatError(f"the file has {size} bytes and begins with {prefix[: len(MAGIC)]!r}, not {MAGIC!r}")

@@ -147,7 +147,6 @@ def _text(body: bytes, at: int = 0) -> bytes:
 
 
 def _texts(body: bytes, at: int = 0) -> tuple[bytes, bytes]:
-    """Two texts, one after the other."""
     first = _text(body, at)
     return first, _text(body, at + len(first) + 1)
 

@@ -213,7 +213,6 @@ class StatisticsReport:
             opened.statistics_describe(facts)
 
     def read(self) -> dict[str, Any]:
-        """The counters now."""
         return statistics.parse(self._engine.statistics_read())
 
     def as_bytes(self) -> bytes:

@@ -111,7 +111,6 @@ class Listing:
         return True
 
     def message(self) -> bytes:
-        """The reply."""
         return b"".join(self._parts)
 
 

@@ -103,7 +103,6 @@ class HostChannel:
         os.eventfd_write(self._stop, 1)
 
     def send(self, message: Message) -> None:
-        """Send a message."""
         self._send(True, _ENCODER.encode(message))
 
     def send_data(self, data: memoryview) -> None:
@@ -149,7 +148,6 @@ class HostChannel:
         return bytes(line)
 
     def write_line(self, line: bytes) -> None:
-        """Send a line."""
         with self._send_lock:
             self._write([line + b"\n"])
 

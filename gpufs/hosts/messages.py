@@ -71,7 +71,6 @@ class FileAttributes(msgspec.Struct):
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileAttributes:
-        """Return the attributes of a file."""
         return cls(status.st_mode, status.st_uid, status.st_gid, status.st_atime_ns, status.st_mtime_ns)
 
     @property
@@ -107,7 +106,6 @@ class HostRequest(msgspec.Struct, tag="Request"):
 
     @property
     def patterns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """``include`` and ``exclude`` as text."""
         return tuple(map(os.fsdecode, self.include)), tuple(map(os.fsdecode, self.exclude))
 
 

@@ -33,7 +33,6 @@ _STEP_BYTES: Final = 32 << 20  # of a file in place
 
 
 def is_installed() -> bool:
-    """Return whether this machine has NIXL."""
     return find_spec("nixl") is not None
 
 
@@ -46,7 +45,6 @@ class Region(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """NIXL's name."""
         return "DRAM" if self.device is None else "VRAM"
 
 
@@ -94,7 +92,6 @@ class Nixl:
             raise _failure(error) from None
 
     def slot(self, number: int) -> memoryview:
-        """Return the memory of a slot."""
         return self._view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
 
     def progress(self) -> None:

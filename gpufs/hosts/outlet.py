@@ -109,7 +109,6 @@ class Outlet:
             self._slot = None
 
     def send_copy(self, data: bytes) -> None:
-        """Send bytes that lie elsewhere."""
         if self._nixl is None:
             self.channel.send_data(memoryview(data))
         else:
@@ -167,7 +166,6 @@ class Outlet:
                 self._free.put(number)
 
     def close(self) -> None:
-        """Withdraw the memory that the receiver reads."""
         if self._nixl is not None:
             self._nixl.close()
 

@@ -38,7 +38,6 @@ _NOT_FOUND: Final = 127  # the exit code of shells
 
 
 def our_hello() -> HostHello:
-    """Return the first message of this side."""
     return HostHello(
         OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed(), chains=True, selects=True, syncs=True
     )

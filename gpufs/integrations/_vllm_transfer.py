@@ -49,11 +49,9 @@ class GpufsWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """Begin a session."""
         self._has_begun = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a file."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()

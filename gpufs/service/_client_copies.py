@@ -39,8 +39,6 @@ _FASTPATH: Final[dict[str | None, Literal["auto", "on", "off", "require"]]] = {
 
 @dataclass(slots=True)
 class _CopyTask:
-    """A copy in progress."""
-
     copy: Copy
     scope: RequestScope
     preparing: trio.CancelScope = field(default_factory=trio.CancelScope)  # around everything before the transfer
@@ -93,7 +91,6 @@ class _CopyTask:
 
 
 def _paths(transfer: Transfer) -> dict[str, int]:
-    """The bytes by the path that moved them."""
     now = transfer.progress()
     paths = {"fastpath": now.fastpath_bytes, "fallback": now.fallback_bytes, "hole": now.hole_bytes}
     return {path: count for path, count in paths.items() if count}
@@ -111,8 +108,6 @@ def _drop_set_id(fd: int) -> None:
 
 
 class ClientCopies:
-    """Serves the copies of one connection."""
-
     def __init__(self, channel: ClientChannel, served: ServedMount, record: Record) -> None:
         self._channel = channel
         self._served = served

@@ -73,8 +73,6 @@ def _usable(client_lease: _ClientLease | None) -> _ClientLease:
 
 
 class ClientLeases:
-    """Serves the leases of one connection."""
-
     def __init__(self, channel: ClientChannel, served: ServedMount, record: Record) -> None:
         self._channel = channel
         self._served = served
@@ -103,7 +101,6 @@ class ClientLeases:
         scope.on_close(functools.partial(self._record.remove, KeptLease, number))
 
     def _hold(self, client_lease: _ClientLease, lease: Lease) -> None:
-        """Take over a lease of the engine."""
         client_lease.lease = lease
         client_lease.holder.bytes = lease.bytes
         self._watch(client_lease)

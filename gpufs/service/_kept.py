@@ -142,7 +142,6 @@ class KeptRegistrations:
         self._counts[uid] += len(self._held[number])
 
     def drop(self, number: int) -> None:
-        """A registration has ended."""
         with self._lock:
             copies = self._held[number]
         if self.keeper is not None:
@@ -211,12 +210,10 @@ class KeptRequest(msgspec.Struct, frozen=True, tag="request"):
 
     @property
     def message(self) -> type[Request]:
-        """The kind of the message."""
         return _REQUESTS[self.kind]
 
     @classmethod
     def of(cls, request: Request) -> "KeptRequest":
-        """The note about a request."""
         return cls(request.id, type(request).__name__)
 
 
@@ -274,12 +271,10 @@ class Record:
             self.begin(next_message(self._sock))
 
     def begin(self, message: ClientMessage | None) -> None:
-        """Note a request in progress."""
         if (noted := _noted(message)) is not None:
             self._put(noted)
 
     def end(self, request: "Request | KeptRequest") -> None:
-        """The request is answered."""
         self._remove(_key(request if isinstance(request, KeptRequest) else KeptRequest.of(request)))
 
     def add(self, entry: KeptLease | KeptRegistration) -> None:

@@ -71,7 +71,6 @@ class Both:
         self._second = second
 
     async def acquire_on_behalf_of(self, borrower: object) -> None:
-        """Wait for both."""
         await self._first.acquire_on_behalf_of(borrower)
         try:
             await self._second.acquire_on_behalf_of(borrower)
@@ -80,7 +79,6 @@ class Both:
             raise
 
     def release_on_behalf_of(self, borrower: object) -> None:
-        """Release both."""
         self._second.release_on_behalf_of(borrower)
         self._first.release_on_behalf_of(borrower)
 
@@ -136,7 +134,6 @@ class Users:
         self._users: weakref.WeakValueDictionary[int, User] = weakref.WeakValueDictionary()
 
     def of(self, uid: int) -> User:
-        """The share of a user."""
         user = self._users.get(uid)
         if user is None:
             user = self._users[uid] = User(uid, self._limits)

@@ -17,8 +17,6 @@ _PART_SIZES: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A checksum."""
-
     # "git": SHA-1 of a header and the content. "parts": the MD5 of the MD5s of parts, as an ETag of S3.
     kind: Literal["sha256", "git", "md5", "parts"]
     value: str  # hexadecimal
@@ -54,7 +52,6 @@ class Verification:
             self._parts = [_Md5OfParts(part) for part in expected.part_sizes]
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes."""
         self._whole.update(data)
         if self._expected is None:
             return

@@ -57,11 +57,9 @@ class Parts:
         return True
 
     def needs(self, part: int) -> bool:
-        """Return whether a part is not there yet."""
         return not self._finished >> part & 1
 
     def finish(self, part: int) -> None:
-        """Record that a part is there."""
         with self._lock:
             self._finished |= 1 << part
             # After the part's bytes: what is listed is there, whenever this process ends.
@@ -83,7 +81,6 @@ class Parts:
 
     @property
     def bytes_done(self) -> int:
-        """The bytes of the finished parts."""
         done = self._finished.bit_count() * PART_BYTES
         last_is_done = self._count > 0 and not self.needs(self._count - 1)
         return done - (self._count * PART_BYTES - self._size) * last_is_done

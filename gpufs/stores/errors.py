@@ -102,7 +102,6 @@ def failure(error: Exception, url: Url) -> StoreError:
 
 
 def of_status(status: int, url: Url) -> StoreError:
-    """Return the error for a web server's status."""
     if status in (404, 410):
         return StoreError(errno.ENOENT, "the file does not exist", url.shown)
     if status in (401, 403):

@@ -30,8 +30,6 @@ _LONGEST: Final = timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True)
 class StoreFile:
-    """A file of a store."""
-
     url: Url  # of this file alone
     path: str  # its name below what the user has named
     size: int  # in bytes

@@ -19,8 +19,6 @@ _PATTERN: Final = re.compile(r"[*?[]")
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """One URL."""
-
     text: str  # as it was given
     scheme: str  # "s3", "gs", "az", "http", "https" or "hf"
     place: str  # the bucket or container, the web server, or the Hub's ORG/MODEL
@@ -54,7 +52,6 @@ class Url:
 
     @property
     def is_bucket(self) -> bool:
-        """Whether an object store has the file."""
         return self.scheme in _BUCKETS
 
     @property

@@ -83,7 +83,6 @@ class WholeFile:
             raise StoreError(errno.EIO, text, self._url.shown, transient=True)
 
     def close(self) -> None:
-        """End the connection."""
         self._answer.close()
 
     def _failure(self, error: Exception) -> StoreError:

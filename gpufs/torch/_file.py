@@ -70,7 +70,6 @@ class SafetensorsFile:
 
     @classmethod
     def attach(cls, path: str | os.PathLike[str], mode: Mode) -> Self:
-        """Map a file."""
         name = os.fspath(path)
         try:
             memory = FileMemory.attach(name, mode)
@@ -126,7 +125,6 @@ class SafetensorsFile:
         return TORCH_DTYPES[dtype]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the tensor's shape in torch."""
         record = self._record(name)
         if record.shape is not None:
             return record.shape

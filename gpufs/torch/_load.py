@@ -24,8 +24,6 @@ _LARGEST_ITEM = 16  # bytes of an element of torch.save(), at most
 
 
 class _FileInPlace:
-    """An attached file."""
-
     def __init__(self, path: str, mode: Mode, device: Device) -> None:
         try:
             self._memory = FileMemory.attach(path, mode)
@@ -50,7 +48,6 @@ class _FileInPlace:
         return elements.as_strided(tensor.shape, tensor.strides, tensor.offset)
 
     def storage(self, storage: archives.Storage) -> torch.Tensor:
-        """Return the bytes of a storage of torch.save()."""
         member = storage.member
         if member.offset not in self._storages:
             self._storages[member.offset] = self._placed(self._bytes(member.offset, member.bytes, _LARGEST_ITEM))

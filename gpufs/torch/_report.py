@@ -157,7 +157,6 @@ class Counts:
             self.changes.setdefault("device", (result.device, device))
 
     def report(self) -> FileReport:
-        """Return the state."""
         with self._lock:
             alive = list(self._alive.values())
             amounts = {reason: Amount(n["tensors"], n["nbytes"]) for reason, n in self._copied.items()}
@@ -185,7 +184,6 @@ class Loading:
     warned: bool = False  # the program has been told that most is copied
 
     def touch(self) -> None:
-        """Note that the program still loads."""
         self._last = time.monotonic()
 
     def opened(self, path: str) -> Counts:
@@ -208,7 +206,6 @@ class Loading:
         self._ended = True
 
     def counts(self) -> list[Counts]:
-        """Return the files."""
         with self._lock:
             return list(self._files.values())
 

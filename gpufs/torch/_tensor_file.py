@@ -50,7 +50,6 @@ class TensorFile:
             raise OSError(EPERM, text, str(self._path))
 
     def allocate(self, size: int) -> None:
-        """Allocate the file's memory."""
         try:
             os.posix_fallocate(self._new.fd, 0, size)
         except OSError as error:
@@ -67,14 +66,12 @@ class TensorFile:
             raise failure_of_mount(error, str(self._path)) from None
 
     def attach(self) -> gpufs.DeviceArray:
-        """Return the file's bytes as an array."""
         try:
             return gpufs.attach(path_of(self._new.fd), mode="r+")
         except OSError as error:
             raise failure_of_mount(error, str(self._path)) from None
 
     def map(self) -> torch.Tensor:
-        """Return the file's bytes as a tensor."""
         mapped: torch.Tensor = from_dlpack(self.attach())
         return mapped
 

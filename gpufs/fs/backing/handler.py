@@ -140,7 +140,6 @@ class BackingHandler:
             raise
 
     def close(self) -> None:
-        """Close the inodes' descriptors."""
         self._inodes.close()
 
     @property
@@ -202,7 +201,6 @@ class BackingHandler:
             return self.replies.no_entry
 
     def forget(self, inode: int, count: int) -> None:
-        """Drop references of the kernel."""
         node = self._inodes.get(inode)
         if node is not None:
             self._inodes.forget(node, count)

@@ -56,7 +56,6 @@ class BackingNode:
 
     @property
     def device_number(self) -> int:
-        """The st_dev of its file system."""
         return self.key[1]
 
     @property
@@ -90,7 +89,6 @@ class HostInodes:
         self._open: OrderedDict[int, BackingNode] = OrderedDict()
 
     def close(self) -> None:
-        """Close the descriptors."""
         for node in self._open.values():
             os.close(node.fd)
         self._known.clear()

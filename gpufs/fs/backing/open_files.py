@@ -142,7 +142,6 @@ class OpenCount:
             self._open[uid] += 1
 
     def leave(self, uid: int) -> None:
-        """Count a file that is closed."""
         with self._lock:
             self._open[uid] -= 1
             if not self._open[uid]:
