@@ -49,7 +49,7 @@ def has_name(fd: int, name: str, directory: int | None) -> bool:
     return os.path.samestat(status, os.fstat(fd))
 
 
-class Attributes(NamedTuple):
+class KeptAttributes(NamedTuple):
     """What a file keeps when a new version takes its place. ``xattrs``: without those that it does not have."""
 
     status: os.stat_result
@@ -74,7 +74,7 @@ class Attributes(NamedTuple):
 
         OSError of fchmod(2) and fsetxattr(2).
         """
-        old, new = self.status, Attributes.of(fd)
+        old, new = self.status, KeptAttributes.of(fd)
         if (new.status.st_uid, new.status.st_gid) != (old.st_uid, old.st_gid):
             with suppress(OSError):  # only root may, and the owner's limit may be reached
                 os.fchown(fd, old.st_uid, old.st_gid)
@@ -172,9 +172,9 @@ class NewFile:
         return cls(directory, fd, temporary, is_named=True)
 
     def keep_attributes_of(self, name: str) -> None:
-        """Take what the file that this one will replace has, if there is one: see Attributes."""
+        """Take what the file that this one will replace has, if there is one: see KeptAttributes."""
         try:
-            attributes = Attributes.of(f"{path_of(self._directory)}/{name}")
+            attributes = KeptAttributes.of(f"{path_of(self._directory)}/{name}")
         except FileNotFoundError:
             return
         if stat.S_ISREG(attributes.status.st_mode):

@@ -239,7 +239,7 @@ def attachments(watcher: Callable[[Attachment], None] | None = None) -> list[Att
             return list(_known)
 
 
-def absolute(path: str) -> str:
+def absolute_name(path: str) -> str:
     """Make a name that does not depend on the working directory. Links in it stay."""
     return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
@@ -391,7 +391,7 @@ def attach(
         close_all([piece.fd for piece in pieces])
         connection.detach(answer.id)
         raise _copy_ruled_out(name, mode)
-    attachment = _map(absolute(name), (status.st_dev, status.st_ino), mode, connection, answer, pieces, reserve)
+    attachment = _map(absolute_name(name), (status.st_dev, status.st_ino), mode, connection, answer, pieces, reserve)
     return DeviceArray.of(attachment, attachment.placement)
 
 

@@ -14,7 +14,7 @@ from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.exceptions import NotOnMount, failure_of_mount, text_of
 from gpufs.formats.versions import FileLayout
-from gpufs.new_file import Attributes, has_name, temporary_name
+from gpufs.new_file import KeptAttributes, has_name, temporary_name
 from gpufs.syscalls import path_of, renameat2
 
 _NOREPLACE: Final = 1  # of renameat2(2)
@@ -112,10 +112,10 @@ def _open(path: str, opened: ExitStack) -> _Opened:
 
 def _rename(new: _Opened, old: _Opened) -> None:
     """Rename the new version over the old one, with the attributes of that."""
-    before = Attributes.of(new.fd)
+    before = KeptAttributes.of(new.fd)
     try:
         # By the descriptor: by now another user may have put a link to any file at the name.
-        Attributes.of(old.fd).give_to(new.fd)
+        KeptAttributes.of(old.fd).give_to(new.fd)
         _move(new, old)
     except OSError:
         before.restore(new.fd)

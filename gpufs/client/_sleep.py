@@ -13,7 +13,7 @@ from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.client import _daemons
 from gpufs.client._array import DeviceArray
-from gpufs.client._attach import Attachment, absolute, attachments
+from gpufs.client._attach import Attachment, absolute_name, attachments
 from gpufs.exceptions import failure_of_mount
 
 What: TypeAlias = "str | os.PathLike[str] | DeviceArray | Iterable[DeviceArray] | None"
@@ -132,7 +132,7 @@ def chosen(what: What) -> list[Attachment]:
 
 def _named(path: str, everything: Iterable[Attachment]) -> list[Attachment]:
     """The attachments of the file that has a name, and of older versions: those that sleep, or follow the name."""
-    name = absolute(path)
+    name = absolute_name(path)
     older = [each for each in everything if each.path == name and (each.is_asleep or each.followers)]
     try:
         status = os.stat(path)

@@ -21,7 +21,7 @@ from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.host_reports import Sink
 from gpufs.copying.job import CopyContext
-from gpufs.copying.tree import Directory, exists, file_is_current, make_special
+from gpufs.copying.tree import CopiedDirectory, exists, file_is_current, make_special
 from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, TreeOptions, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded, HostChannel, HostProtocolError
@@ -72,7 +72,7 @@ class Receiver:
 
     def __post_init__(self) -> None:
         self._mounts = self.context.mounts()
-        self._folders: list[Directory | None] = []  # None: could not be created
+        self._folders: list[CopiedDirectory | None] = []  # None: could not be created
         self._nixl: Nixl | None = None
         self._failure = ""  # why there is none
         self._used: int | None = None  # the slot of the bytes that _next() has returned
@@ -209,7 +209,7 @@ class Receiver:
             if entry is not None and not self._folders:
                 self._check_mount(entry, message.on_mount)
             if entry is not None:
-                folder = Directory(entry, message.attributes, keeps=self.request.preserve)
+                folder = CopiedDirectory(entry, message.attributes, keeps=self.request.preserve)
         except OSError as error:
             assert entry is not None
             self._fail(os.fsdecode(message.path), entry.path, error)

@@ -64,7 +64,7 @@ class Header(_Line, tag="gpufs-save", kw_only=True):
     limits: list[Limit] = []
 
 
-class Attributes(NamedTuple):
+class SavedAttributes(NamedTuple):
     """The attributes that preserve() sets."""
 
     st_mode: int
@@ -85,8 +85,8 @@ class Named(_Line, kw_only=True):
     mtime: Time
     xattrs: dict[str, bytes] = {}
 
-    def attributes(self) -> Attributes:
-        return Attributes(int(self.mode, 8), self.uid, self.gid, _ns_of_time(self.atime), _ns_of_time(self.mtime))
+    def attributes(self) -> SavedAttributes:
+        return SavedAttributes(int(self.mode, 8), self.uid, self.gid, _ns_of_time(self.atime), _ns_of_time(self.mtime))
 
 
 class Directory(Named, tag="directory", kw_only=True):

@@ -38,7 +38,7 @@ from gpufs.copying.walk import Folder, Step, selected, walk_store
 from gpufs.new_file import NewFile
 from gpufs.stores import checksums, finding, urls
 from gpufs.stores.checksums import Checksum
-from gpufs.stores.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of
+from gpufs.stores.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of_stored
 from gpufs.stores.files import StoreFile
 from gpufs.stores.upload import upload
 from gpufs.syscalls import close_all, os_error
@@ -198,7 +198,7 @@ class StoreCopies:
             if error is not None:
                 raise error
             if self._context.options.verify:
-                content, again = end.read_back(cancel), partial(sha256_of, file, lambda: cancel.cancelled)
+                content, again = end.read_back(cancel), partial(sha256_of_stored, file, lambda: cancel.cancelled)
                 digest = self._verify(file.checksum, size, content, again, source, name, progress)
             end.complete()
         except OSError as failed:
@@ -313,7 +313,7 @@ class StoreCopies:
                 (stored,) = waiting.result(
                     waiting.start(partial(finding.find, url, recursive=False)), lambda: cancel.cancelled
                 )
-                return sha256_of(stored, lambda: cancel.cancelled)
+                return sha256_of_stored(stored, lambda: cancel.cancelled)
 
             digest = self._verify(checksum, size, content, again, url.shown, source, progress)
         paths = {"remote": size} if size else {}

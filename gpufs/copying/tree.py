@@ -25,7 +25,7 @@ _INTO_ITSELF: Final = "a directory cannot be copied into itself"
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Directory:
+class CopiedDirectory:
     """A directory that is being filled, open with O_PATH.
 
     ``source``: the attributes of the directory that it is a copy of, if that has any; ``keeps``: it gets all of these,
@@ -164,7 +164,7 @@ class FileTree:
         self._state = state
         self._created = created
         self._follow = follow
-        self._directories: dict[Folder, Directory] = {}  # those that are open
+        self._directories: dict[Folder, CopiedDirectory] = {}  # those that are open
 
     def enter(self, step: Step) -> bool:
         """Create the copy of a directory. Return whether it can be filled."""
@@ -180,7 +180,7 @@ class FileTree:
                 return True
             with entry.as_directory()._replace(follow=False).located() as located:
                 keeps, follow = self._state.options.preserve, self._follow and folder.parent is None
-                directory = Directory(located, folder.status, keeps=keeps, follow=follow)
+                directory = CopiedDirectory(located, folder.status, keeps=keeps, follow=follow)
         except OSError as error:
             source, end = (str(error.filename), None) if error.filename else (step.path, entry.path)
             self._state.report.failed(source, end, error)

@@ -172,14 +172,14 @@ class Size(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Device(NamedTuple):
+class TorchDevice(NamedTuple):
     """A torch.device."""
 
     kind: str
     number: int | None
 
 
-class Layout(NamedTuple):
+class TorchLayout(NamedTuple):
     """A torch.layout, by its full name."""
 
     name: str
@@ -216,7 +216,7 @@ class StoredTensor(NamedTuple):
         return member.offset + start, count
 
 
-Leaf: TypeAlias = StoredTensor | Storage | Dtype | Size | Device | Layout
+Leaf: TypeAlias = StoredTensor | Storage | Dtype | Size | TorchDevice | TorchLayout
 
 
 class _StorageType(NamedTuple):
@@ -310,16 +310,16 @@ def _ordered_dict() -> OrderedDict[Any, Any]:
     return OrderedDict()
 
 
-def _device(kind: Any, index: Any = None) -> Device:
+def _device(kind: Any, index: Any = None) -> TorchDevice:
     if type(kind) is not str or not (index is None or type(index) is int):
         raise FormatError("the pickle has a device without a name")
-    return Device(kind[:_SHOWN], index)
+    return TorchDevice(kind[:_SHOWN], index)
 
 
-def _layout(name: Any) -> Layout:
+def _layout(name: Any) -> TorchLayout:
     if type(name) is not str:
         raise FormatError("the pickle has a layout without a name")
-    return Layout(name[:_SHOWN])
+    return TorchLayout(name[:_SHOWN])
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
@@ -372,7 +372,7 @@ _INSTRUCTIONS: Final = (
     "APPEND APPENDS EMPTY_DICT SETITEM SETITEMS"
 ).split()
 _ATOMS: Final = (str, int, float, complex, bool, bytes, type(None))
-_KEY_LEAVES: Final = (Dtype, Size, Device, Layout)
+_KEY_LEAVES: Final = (Dtype, Size, TorchDevice, TorchLayout)
 _DICTS: Final = (dict, OrderedDict, Counter)
 _CONTAINERS: Final = (*_DICTS, list, tuple)
 

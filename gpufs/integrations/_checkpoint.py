@@ -30,7 +30,7 @@ from gpufs.torch._tensor_file import TensorFile
 from gpufs.units import bytes_text
 
 
-class Checkpoint:
+class ModelFiles:
     """The files of a model as they are now."""
 
     def __init__(self, files: Iterable[str]) -> None:
@@ -65,7 +65,7 @@ class Checkpoint:
         return freed, reason
 
 
-def release(server: ModelServer, loaded: Loaded, checkpoint: Checkpoint | None, obstacle: str | None) -> None:
+def release(server: ModelServer, loaded: Loaded, checkpoint: ModelFiles | None, obstacle: str | None) -> None:
     """Free the tensors of a checkpoint if all ranks use published weights. All ranks call this.
 
     ``checkpoint``: None if the engine does not share its weights. ``obstacle``: why others still need the tensors.

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 
-from gpufs.integrations._checkpoint import Checkpoint, release
+from gpufs.integrations._checkpoint import ModelFiles, release
 from gpufs.integrations._module_state import ModuleState
 from gpufs.integrations._shared_weights import Phases, SharedWeights
 from gpufs.integrations._sharing import (
@@ -95,7 +95,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def _find_shared(
         self, model_config: Any, device_config: Any
-    ) -> tuple[Checkpoint, SharedWeights] | tuple[None, None]:
+    ) -> tuple[ModelFiles, SharedWeights] | tuple[None, None]:
         """Return the model's files, and where the weights of this engine are to be shared. None if they are not."""
         try:
             reason = pieces.obstacle(self.load_config, model_config)
@@ -104,7 +104,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 device = torch.device(name if name == "cpu" else f"{name}:{device_config.gpu_id}")
                 directory = device_directory(device, model_config.model_path, self._settings.mount)
                 _, files, _ = self._prepare_weights(model_config.model_path, model_config.revision, False)
-                checkpoint = Checkpoint(files)
+                checkpoint = ModelFiles(files)
                 key = pieces.weights_key(model_config, self.load_config, [*checkpoint.identities.values()])
                 draft = model_config.is_draft_model
                 label = weights_label(model_config.model_path, "sglang", key, ("pp", "tp"), is_draft=draft)

@@ -14,7 +14,7 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from gpufs.integrations._checkpoint import Checkpoint, release
+from gpufs.integrations._checkpoint import ModelFiles, release
 from gpufs.integrations._shared_weights import Phases, SharedWeights, named_tensors
 from gpufs.integrations._sharing import (
     SLEEP_REFUSED,
@@ -112,7 +112,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             gc.freeze()
         return total
 
-    def _find_shared(self, vllm_config: Any, model_config: Any) -> tuple[Checkpoint, SharedWeights] | tuple[None, None]:
+    def _find_shared(self, vllm_config: Any, model_config: Any) -> tuple[ModelFiles, SharedWeights] | tuple[None, None]:
         """Return the model's files, and where the weights of this engine are to be shared. None if they are not."""
         if not self._settings.share or pieces is None:
             return None, None
@@ -122,7 +122,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 device = torch.device(self.load_config.device or vllm_config.device_config.device)
                 directory = device_directory(device, model_config.model, self._settings.mount)
                 _, files, *_ = self._prepare_weights(model_config.model, None, model_config.revision, False, None)
-                checkpoint = Checkpoint(files)
+                checkpoint = ModelFiles(files)
                 key = pieces.weights_key(vllm_config, model_config, [*checkpoint.identities.values()])
                 label = weights_label(model_config.model, "vllm", key, ("dp", "pp", "tp"), is_draft=key["is_draft"])
                 return checkpoint, SharedWeights(directory, "vllm", label, key, self._settings.trusted)

@@ -33,7 +33,7 @@ class ClientProcess(NamedTuple):
         return f"PID {self.pid} ({self.program or 'unknown program'}, user {self.uid})"
 
 
-def peer_of(sock: socket.socket) -> ClientProcess:
+def process_of(sock: socket.socket) -> ClientProcess:
     """The process at the other end of a socket."""
     pid, uid = syscalls.peer_of(sock)
     try:

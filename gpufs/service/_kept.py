@@ -26,7 +26,7 @@ from gpufs import protocol
 from gpufs.engine import Lease, Mount, SharedPiece
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import MAX_MEMORY_PIECES, Cancel, ClientMessage, ProtocolError, Register, Request, ShareKind
-from gpufs.service._channel import ClientProcess, peer_of
+from gpufs.service._channel import ClientProcess, process_of
 from gpufs.syscalls import close_all, trusted
 
 log = logging.getLogger(__name__)
@@ -403,7 +403,7 @@ def _restore_client(
     mount: Mount, registrations: KeptRegistrations, number: int, socket_fd: int, record: int
 ) -> KeptClient:
     sock = socket.socket(fileno=os.dup(socket_fd))
-    peer = peer_of(sock)
+    peer = process_of(sock)
     slots = _read_slots(record, peer)
     first = next_message(sock)
     queued = _noted(first)  # the next daemon receives it

@@ -14,7 +14,7 @@ import trio
 
 from gpufs import protocol
 from gpufs.engine import Mount
-from gpufs.service._channel import peer_of
+from gpufs.service._channel import process_of
 from gpufs.service._client import ClientConnection
 from gpufs.service._kept import Keeping, Kept, KeptClient
 from gpufs.service._parking import Parking
@@ -88,7 +88,7 @@ class Service:
                     raise
                 continue
             number += 1
-            peer = peer_of(sock)
+            peer = process_of(sock)
             if self._over_limit(peer.uid):
                 _reject(sock)
             else:

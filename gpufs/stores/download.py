@@ -248,7 +248,7 @@ class Download:
             raise OSError(errno.ECANCELED, "all destinations have failed")
 
 
-def sha256_of(file: StoreFile, cancelled: Callable[[], bool]) -> str:
+def sha256_of_stored(file: StoreFile, cancelled: Callable[[], bool]) -> str:
     """Read a file of a store and return its SHA-256, hexadecimal. OSError ECANCELED once ``cancelled``."""
     whole = hashlib.sha256()
     for start in range(0, file.size, PART_BYTES):

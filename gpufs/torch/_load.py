@@ -194,12 +194,12 @@ def _leaf(file: _FileInPlace, value: archives.Leaf) -> Any:
     """Return what stands for a part of the saved object, as torch.load() has it."""
     if isinstance(value, archives.Size):
         return torch.Size(value.shape)
-    if isinstance(value, archives.Device):
+    if isinstance(value, archives.TorchDevice):
         try:
             return torch.device(value.kind) if value.number is None else torch.device(value.kind, value.number)
         except RuntimeError:
             raise FormatError(f"torch {torch.__version__} has no device {value.kind!r}, {value.number}") from None
-    if isinstance(value, archives.Layout):
+    if isinstance(value, archives.TorchLayout):
         layout = getattr(torch, value.name.removeprefix("torch."), None)
         if not isinstance(layout, torch.layout):
             raise FormatError(f"torch {torch.__version__} has no layout {value.name!r}")
