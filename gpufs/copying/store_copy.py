@@ -39,8 +39,7 @@ from gpufs.new_file import NewFile
 from gpufs.stores import checksums, finding, urls
 from gpufs.stores.checksums import Checksum
 from gpufs.stores.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of_stored
-from gpufs.stores.files import StoreFile
-from gpufs.stores.upload import upload
+from gpufs.stores.files import StoreFile, upload
 from gpufs.syscalls import close_all, os_error
 from gpufs.waiting import Workers
 

@@ -1,4 +1,4 @@
-"""The files of stores: opening a store, reading ranges of a file and writing whole files."""
+"""The files of stores: opening a store, reading ranges of a file, and uploads, which are whole or not there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from gpufs.stores.checksums import Checksum
+from gpufs.stores.checksums import Checksum, of_etag
 from gpufs.stores.errors import TRIES, StoreError, failure, missing_package, retried
 from gpufs.stores.urls import Url
 from gpufs.stores.web import WholeFile, authorization
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Each chunk is written as it arrives. The kernel passes at most 1 MiB to a mount at a time.
 _CHUNK_BYTES: Final = 1 << 20
+_PART_BYTES: Final = 16 << 20  # of an upload
+_MOST_PARTS: Final = 10_000  # of S3
 # A connection from which nothing comes for so long is ended, and the range is requested again.
 _SILENT: Final = timedelta(seconds=30)
 _environment: Final = threading.Lock()
@@ -142,7 +144,42 @@ def _certificates() -> Iterator[None]:
                 os.environ["SSL_CERT_FILE"] = before
 
 
-def write(url: Url, size: int, chunks: Iterator[bytes], part_bytes: int) -> str | None:
+def upload(fd: int, size: int, url: Url, read: Callable[[int], None]) -> Checksum | None:
+    """Store a file and return the checksum that the store has for it, None if it has none. Closes its descriptor.
+
+    ``read`` is called with the bytes read so far. An exception that it raises ends the upload.
+    """
+    part_bytes = _PART_BYTES
+    while part_bytes * _MOST_PARTS < size:
+        part_bytes *= 2
+
+    def parts() -> Iterator[bytes]:
+        for start in range(0, size, part_bytes):
+            end = min(start + part_bytes, size)
+            part = bytearray(end - start)
+            done = 0
+            while done < len(part):
+                read(start + done)
+                count = os.preadv(fd, [memoryview(part)[done : done + (4 << 20)]], start + done)
+                if not count:
+                    raise OSError(errno.EIO, "the file became smaller during the copy")
+                done += count
+            read(end)
+            yield bytes(part)
+
+    try:
+        etag = _write(url, size, parts(), part_bytes)
+    finally:
+        os.close(fd)
+    if url.scheme != "s3":
+        return None
+    checksum = of_etag(etag, size)
+    if checksum is not None and checksum.kind == "parts":
+        return Checksum("parts", checksum.value, (part_bytes,))
+    return checksum
+
+
+def _write(url: Url, size: int, chunks: Iterator[bytes], part_bytes: int) -> str | None:
     """Write a file of an object store and return its ETag. Either all of it is written or nothing.
 
     ``chunks``: the content, in pieces of ``part_bytes``; an exception there ends it.
