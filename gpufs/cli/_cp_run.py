@@ -152,7 +152,6 @@ class Run(CopyReport):
         self._copier = copier
         self._options = options
         self._loop = TreeCopy(copier, options, self.cancel, self)
-        self._ending: OSError | None = None  # what ended the copy between machines
 
     def copy_files(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
         """Copy files of this machine. Errors are printed and collected."""
@@ -205,23 +204,16 @@ class Run(CopyReport):
         try:
             # Before the progress line, which would overwrite a question of ssh.
             with route.connected(self.cancel, complain) as copy:
-                between = partial(self._copy_between, partial(copy, self._copier.context, request, self))
-                self._run(partial(self._loop.put, between), many=False)
-                if self._ending is not None:
-                    raise self._ending
+                with self.running():
+                    self._loop.run_one(partial(copy, self._copier.context, request, self))
         except OSError as error:
-            if self.cancel.cancelled:
+            if self.signal is not None:
                 text = "interrupted: nothing is left of the incomplete file"
                 self.failed("", None, OSError(errno.ECANCELED, text))
             else:
-                self.failed("", None, OSError(error.errno, f"{error.filename}: {text_of(error)}"))
-
-    def _copy_between(self, copy: Callable[[], None]) -> None:
-        try:
-            copy()
-        except OSError as error:
-            self._ending = error
-        except Exception as error:  # noqa: BLE001 - reported as of other threads
+                named = f"{error.filename}: " if error.filename else ""
+                self.failed("", None, OSError(error.errno, f"{named}{text_of(error)}"))
+        except Exception as error:  # noqa: BLE001 - reported as of other copies
             self.failed("", None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
 
     def copy_stream(self, source: str, destination: str) -> None:

@@ -115,6 +115,20 @@ class CopyThreads:
                 thread.join(max(deadline - time.monotonic(), 0))
             raise
 
+    def run_one(self, call: Callable[[], None]) -> None:
+        """Carry out one call by a thread, and raise what it raises. OSError EAGAIN as run()."""
+        failures: list[Exception] = []
+
+        def carry_out() -> None:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+
+        self.run(partial(self.put, carry_out), 1)
+        if failures:
+            raise failures[0]
+
     def _wait(self, thread: threading.Thread) -> None:
         thread.join(_REFRESH)
         self._report.tick()

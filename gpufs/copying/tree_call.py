@@ -156,18 +156,8 @@ def _copy_between_hosts(
     options = copier.context.options
     check_options(options, "HOST:PATH")
     request = host_copy.new_request(options, selection)
-    failures: list[Exception] = []
     with host_copy.Route(names[:1], names[1:]).connected(stop, report.noticed) as copy:
-
-        def between() -> None:
-            try:
-                copy(copier.context, request, report)
-            except Exception as error:  # noqa: BLE001 - the caller's thread raises it
-                failures.append(error)
-
-        loop.run(partial(loop.put, between), 1)
-        if failures:
-            raise failures[0]
+        loop.run_one(partial(copy, copier.context, request, report))
 
 
 class _Report:
