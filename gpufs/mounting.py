@@ -200,6 +200,11 @@ def is_root(path: str) -> bool:
     return any(entry.mountpoint == path for entries in by_device().values() for entry in entries)
 
 
+def root_of(mounts: Iterable[MountEntry]) -> MountEntry | None:
+    """Return where a mount's root is visible, of the places that show the mount or a part of it; None if nowhere."""
+    return next((entry for entry in mounts if entry.root == "/"), None)
+
+
 def place_of(fd: int, mounts: Sequence[MountEntry]) -> str:
     """Return where an open file is: a directory of the mount, such as gpu0, or the mountpoint of a host file system.
 

@@ -122,14 +122,14 @@ def open_daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> A
     return _hold(lambda pid: _serves(pid, mountpoint, entry))
 
 
-def open_keepers(mountpoint: str, entry: mounting.MountEntry) -> AbstractContextManager[list["Process"]]:
-    """Find the keepers of the mount at this path, and hold each until the context ends."""
-    return _hold(lambda pid: _keeps(pid, mountpoint, entry))
+def open_keepers(entry: mounting.MountEntry) -> AbstractContextManager[list["Process"]]:
+    """Find the keepers of a mount, and hold each until the context ends."""
+    return _hold(lambda pid: _keeps(pid, entry))
 
 
 def pause_text(entry: mounting.MountEntry) -> str | None:
     """Return why no daemon serves a mount at the moment, and when its keeper starts one. None if it says nothing."""
-    with open_keepers(entry.mountpoint, entry) as keepers:
+    with open_keepers(entry) as keepers:
         for keeper in keepers:
             with suppress(OSError, ValueError):
                 deaths, start, reason = _keeper_state(keeper.pid).decode(errors="replace").split("\n", 2)
@@ -169,10 +169,10 @@ def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _keeps(pid: int, mountpoint: str, entry: mounting.MountEntry) -> bool:
+def _keeps(pid: int, entry: mounting.MountEntry) -> bool:
     try:
         words = _words(pid, entry.uid)
-        named = os.path.basename(words[0]) == b"gpufs-keeper" and words[1:] == [os.fsencode(mountpoint)]
+        named = os.path.basename(words[0]) == b"gpufs-keeper" and words[1:] == [os.fsencode(entry.mountpoint)]
         return named and mounting.FUSE_DEVICE in _links(pid)
     except OSError:
         return False

@@ -74,7 +74,7 @@ def _ask_to_restart(path: str, entry: mounting.MountEntry, timeout: float) -> in
         # The process that the mount names does not count: another user may serve it.
         holding, number = _mounts.open_daemons(entry.mountpoint, entry), signal.SIGUSR2
     else:
-        holding, number = _mounts.open_keepers(entry.mountpoint, entry), signal.SIGUSR1
+        holding, number = _mounts.open_keepers(entry), signal.SIGUSR1
     with holding as processes:
         if not processes and status["state"] != "ok":
             raise Failure(f"{path}: {status['error']}")

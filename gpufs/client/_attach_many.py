@@ -188,7 +188,10 @@ class _Devices:
     def _open(self, place: _Place) -> tuple[Engine, int]:
         mount, directory = place
         if mount not in self._reports:
-            self._reports[mount] = _daemons.control_file(_whole(self._mounts[mount]), "status")
+            root = mounting.root_of(self._mounts[mount])
+            if root is None:
+                raise OSError(errno.ENOENT, "the root of the mount is not visible here")
+            self._reports[mount] = _daemons.control_file(root, "status")
         report = self._reports[mount]
         wanted = next((device for device in report["devices"] if device["name"] == directory), None)
         if wanted is None:
@@ -202,14 +205,6 @@ class _Devices:
             if visible.info.pci_address == wanted["pci_address"]:
                 return engine, index
         raise OSError(errno.ENODEV, f"this process does not see the GPU of {directory}")
-
-
-def _whole(mounts: list[mounting.MountEntry]) -> mounting.MountEntry:
-    """The place that shows a mount's root. OSError ENOENT if none does."""
-    whole = next((entry for entry in mounts if entry.root == "/"), None)
-    if whole is None:
-        raise OSError(errno.ENOENT, "the root of the mount is not visible here")
-    return whole
 
 
 def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[DeviceArray | None]) -> None:

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Sequence
 
 from gpufs.client._daemons import control_file
-from gpufs.mounting import MountEntry, place_of
+from gpufs.mounting import MountEntry, place_of, root_of
 from gpufs.units import bytes_text
 
 
@@ -36,7 +36,7 @@ def shortage(fd: int, needed: int, mounts: Sequence[MountEntry]) -> str:
 
 def _has_limit(space: os.statvfs_result, place: str, mounts: Sequence[MountEntry]) -> bool:
     """Whether ``space`` is that of a directory with a limit: it has less than its device."""
-    root = next((entry for entry in mounts if entry.root == "/"), None)
+    root = root_of(mounts)
     try:
         return root is not None and space.f_blocks < os.statvfs(os.path.join(root.mountpoint, place)).f_blocks
     except OSError:
@@ -46,7 +46,7 @@ def _has_limit(space: os.statvfs_result, place: str, mounts: Sequence[MountEntry
 def free_with_parking(fd: int, mounts: Sequence[MountEntry]) -> int:
     """What several files can take together on a device that parks files when it is full (--evict); else 0."""
     place = place_of(fd, mounts)
-    root = next((entry for entry in mounts if entry.root == "/"), None)
+    root = root_of(mounts)
     if root is None:
         return 0
     try:

@@ -53,12 +53,8 @@ def delete_others(
 ) -> None:
     """Remove all below a directory that is not among the names of its source, or is there of another kind.
 
-    What --include and --exclude leave out of the copy stays, and so do the directories that have it.
-
-    Raises
-    ------
-    OSError
-        EINVAL for the root of a mount, whose directories are devices and disks.
+    What --include and --exclude leave out of the copy stays, and so do the directories that have it. OSError EINVAL for
+    the root of a mount, whose directories are devices and disks.
     """
     base = base.as_directory()._replace(follow=False)
     try:

@@ -284,14 +284,9 @@ def _is_text(words: str) -> bool:
 class Route:
     """The machines of one command. OSError EINVAL if its names are not possible.
 
-    Parameters
-    ----------
-    sources : sequence of str
-        Files of this machine, or HOST:PATH of another one.
-    ends : sequence of str
-        The destination, or several, HOST:PATH each, that are filled one from the other.
-    shell, program : str
-        What reaches another machine, and gpufs there; "" for ssh and gpufs.
+    ``sources``: files of this machine, or HOST:PATH of another one. ``ends``: the destination, or several, HOST:PATH
+    each, that are filled one from the other. ``shell``, ``program``: what reaches another machine, and gpufs there; ""
+    for ssh and gpufs.
     """
 
     def __init__(self, sources: Sequence[str], ends: Sequence[str], *, shell: str = "", program: str = "") -> None:

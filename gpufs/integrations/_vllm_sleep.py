@@ -8,7 +8,6 @@ from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
 from gpufs.client._sleep import sleep, wake
 
-NAME: Final = "gpufs"
 _WEIGHTS: Final = "weights"  # vLLM's tag
 
 
