@@ -6,6 +6,8 @@ import errno
 import os
 import pwd
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from gpufs._naming import named_in
 
@@ -53,6 +55,17 @@ def failure_of_mount(error: OSError, path: str) -> OSError:
         error = OSError(number := errno.ENOTCONN, os.strerror(errno.ENOTCONN))
     text = text_of(error)
     return class_of(number)(number, text, path)
+
+
+@contextmanager
+def as_failure_of_mount(path: str) -> Iterator[None]:
+    """Raise failure_of_mount() for what fails in this block."""
+    try:
+        yield
+    except NotOnMount:
+        raise
+    except OSError as error:
+        raise failure_of_mount(error, path) from None
 
 
 def with_user_names(text: str) -> str:

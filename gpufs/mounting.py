@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, NamedTuple
 
 from gpufs import syscalls
-from gpufs.exceptions import DEAD
+from gpufs.exceptions import DEAD, NotOnMount
 from gpufs.syscalls import closed_after
 
 FUSE_DEVICE: Final = "/dev/fuse"
@@ -198,6 +198,14 @@ def is_root(path: str) -> bool:
     """Return whether gpufs is mounted at a path."""
     path = os.path.realpath(path)
     return any(entry.mountpoint == path for entries in by_device().values() for entry in entries)
+
+
+def places_of(st_dev: int, path: str) -> list[MountEntry]:
+    """Return the places that show the mount with this st_dev. NotOnMount, which names the path, if there is none."""
+    places = by_device().get(st_dev)
+    if places is None:
+        raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", path)
+    return places
 
 
 def root_of(mounts: Iterable[MountEntry]) -> MountEntry | None:

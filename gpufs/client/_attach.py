@@ -19,7 +19,7 @@ from gpufs.client._array import DeviceArray
 from gpufs.client._connection import Connection, Memory
 from gpufs.drivers import HOST
 from gpufs.engine import Mapping, SharedPiece
-from gpufs.exceptions import NotOnMount, failure_of_mount, text_of
+from gpufs.exceptions import NotOnMount, as_failure_of_mount, failure_of_mount, text_of
 from gpufs.modes import COPY_ON_WRITE, READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import close_all, closed_after, path_of
@@ -90,10 +90,8 @@ class Attachment:
 
     def _map_rest(self) -> None:
         ask = functools.partial(self._connection.refresh, self._number, self.mapping.bytes)
-        try:
+        with as_failure_of_mount(self.path):
             answer, pieces = _daemons.repeat_if_it_dies(ask)
-        except OSError as error:
-            raise failure_of_mount(error, self.path) from None
         _add(self.mapping, pieces, answer, self.path)
         self.size, self.placement = answer.size, answer.placement
 
@@ -131,10 +129,8 @@ class Attachment:
         with self._lock:
             if not self.is_asleep:
                 return False
-            try:
+            with as_failure_of_mount(self.path):
                 answer, pieces = _daemons.repeat_if_it_dies(functools.partial(self._connection.wake, self._number))
-            except OSError as error:
-                raise failure_of_mount(error, self.path) from None
             if answer.placement != self.placement:
                 close_all([piece.fd for piece in pieces])
                 text = f"its first byte lies at {answer.placement} now, and lay at {self.placement}: attach it again"
@@ -370,14 +366,9 @@ def attach(
     if placement is not None and placement not in range(protocol.PLACEMENT_END):
         raise ValueError(f"placement: {placement!r} is not a number below {protocol.PLACEMENT_END}")
     name = os.fsdecode(path)
-    try:
+    with as_failure_of_mount(name):
         fd, mounts = _open_file(name, mode)
         status = os.fstat(fd)
-    except NotOnMount:
-        raise
-    except OSError as error:
-        raise failure_of_mount(error, name) from None
-
     try:
         connection, (answer, pieces) = _lease(fd, mounts, mode, placement)
     except OSError as error:
@@ -416,11 +407,9 @@ def _map(
             wanted = max(_RESERVE_FACTOR * answer.size, _LEAST_RESERVE) if reserve is None else reserve
             wanted += answer.placement
             wanted = max(-(-wanted // GRANULE), 1) * GRANULE
-            try:
-                writable, private = mode == READ_WRITE, mode == COPY_ON_WRITE
+            writable, private = mode == READ_WRITE, mode == COPY_ON_WRITE
+            with as_failure_of_mount(path):
                 mapping = Mapping(answer.driver, answer.pci_address, writable=writable, private=private, reserve=wanted)
-            except OSError as error:
-                raise failure_of_mount(error, path) from None
         except BaseException:
             close_all([piece.fd for piece in pieces])
             raise

@@ -19,9 +19,10 @@ from gpufs.client._array import DeviceArray
 from gpufs.client._attach import GRANULE, attach
 from gpufs.drivers import HOST
 from gpufs.engine import Buffer, Engine, Lease, Mapping
-from gpufs.exceptions import failure_of_mount
+from gpufs.exceptions import as_failure_of_mount
 from gpufs.modes import READ, READ_WRITE, Mode, check_mode
 from gpufs.mounting import MountEntry
+from gpufs.syscalls import closed_after
 
 _ALIGNMENT: Final = 256  # of each file in the copy, as allocations of the vendors have it
 _GATHERED_BYTES: Final = 64 << 20  # in one piece of memory, about
@@ -120,11 +121,11 @@ def attach_many(paths: Iterable[str | os.PathLike[str]], mode: Mode = READ) -> l
 
 def _read(number: int, name: str, mounts: _Mounts, directories: dict[str, bool]) -> _Small | None:
     """A file with its contents, None if it is to be attached itself."""
-    try:
+    with as_failure_of_mount(name):
         fd = _open(name, mounts, directories)
         if fd < 0:
             return None
-        try:
+        with closed_after(fd):
             status = os.fstat(fd)
             if not _is_small(status, mounts):
                 return None
@@ -132,10 +133,6 @@ def _read(number: int, name: str, mounts: _Mounts, directories: dict[str, bool])
             content = os.read(fd, status.st_size + 1)
             if len(content) > status.st_size:  # the file grows just now
                 return None
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise failure_of_mount(error, name) from None
     return _Small(number, name, (status.st_dev, place), content)
 
 
@@ -214,11 +211,9 @@ def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[Dev
     contents = bytearray(max(offsets[-1], 1))
     for file, offset in zip(files, offsets, strict=False):
         contents[offset : offset + len(file.content)] = file.content
-    try:
+    with as_failure_of_mount(files[0].path):
         engine, index = devices.find(files[0].place)
         mapping = _copy(contents, engine, index, mode)
-    except OSError as error:
-        raise failure_of_mount(error, files[0].path) from None
     for file, offset in zip(files, offsets, strict=False):
         copy = GatheredFile(file.path, mode, engine.driver, len(file.content), offset, mapping)
         arrays[file.number] = DeviceArray.of(copy, offset)

@@ -13,7 +13,7 @@ from gpufs._naming import named_in
 from gpufs.client._array import DeviceArray
 from gpufs.client._attach import attach
 from gpufs.client._space import shortage
-from gpufs.exceptions import NotOnMount, failure_of_mount
+from gpufs.exceptions import failure_of_mount
 from gpufs.formats.element_types import element_type
 from gpufs.new_file import remove_name
 
@@ -72,9 +72,7 @@ def create(
     except OSError as error:
         raise failure_of_mount(error, name) from None
     try:
-        mounts = mounting.by_device().get(os.fstat(file).st_dev)
-        if mounts is None:
-            raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", name)
+        mounts = mounting.places_of(os.fstat(file).st_dev, name)
         if size:
             _allocate(file, size, mounts)
         return attach(name, "r+").view(dtype, extents)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpufs import mounting
-from gpufs.exceptions import NotOnMount
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import closed_after, identity, os_error
 
@@ -142,9 +141,7 @@ def bring_back(path: str) -> None:
 def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) -> None:
     with closed_after(os.open(path, os.O_PATH | os.O_CLOEXEC | flags)) as fd:
         st_dev = identity(fd).st_dev
-        mounts = mounting.by_device().get(st_dev)
-        if mounts is None:
-            raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", path)
+        mounts = mounting.places_of(st_dev, path)
 
         def ask_once() -> None:
             # The daemon gets the descriptor of its own file and nothing else.

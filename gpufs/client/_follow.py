@@ -11,7 +11,7 @@ from typing import Final
 from gpufs._naming import named_in
 from gpufs.client._array import DeviceArray
 from gpufs.client._attach import Attachment
-from gpufs.exceptions import failure_of_mount
+from gpufs.exceptions import as_failure_of_mount, failure_of_mount
 from gpufs.formats import FormatError
 from gpufs.formats.versions import FileLayout
 from gpufs.modes import COPY_ON_WRITE
@@ -126,11 +126,9 @@ class Follower(Closing):
             self._layout.check(layout, self.path)
 
         with attachment.following:
-            try:
+            with as_failure_of_mount(self.path):
                 if not attachment.take_version(self.path, check):
                     return False
-            except OSError as error:
-                raise failure_of_mount(error, self.path) from None
             for follower in list(attachment.followers):
                 assert isinstance(follower, Follower)
                 follower._turn_to(layout)

@@ -18,7 +18,7 @@ from gpufs.client._gpu_memory import share_gpu_memory
 from gpufs.client._shared_memory import MemoryShare, share_host_memory
 from gpufs.drivers import HOST
 from gpufs.engine._arrays import ArrayMemory, array_memory
-from gpufs.exceptions import NotOnMount, failure_of_mount
+from gpufs.exceptions import as_failure_of_mount, failure_of_mount
 from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType
 from gpufs.new_file import remove_name
 from gpufs.syscalls import Closing, closed_after
@@ -220,13 +220,9 @@ def _register_array(array: Any, name: str, size: int | None, mode: int) -> Regis
     memory = _memory_of(array, size)
     kind = GivenType.of_array(array)
     directory = os.path.dirname(name) or "."
-    try:
+    with as_failure_of_mount(directory):
         st_dev = os.stat(directory).st_dev
-    except OSError as error:
-        raise failure_of_mount(error, directory) from None
-    mounts = mounting.by_device().get(st_dev)
-    if mounts is None:
-        raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", directory)
+        mounts = mounting.places_of(st_dev, directory)
 
     def ask() -> Registration:
         connection = _daemons.shared_connection(st_dev, mounts)

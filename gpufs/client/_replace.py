@@ -96,9 +96,7 @@ def _open(path: str, opened: ExitStack) -> _Opened:
     try:
         named = keep(os.open(os.path.basename(path) or ".", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory))
         status = os.fstat(named)
-        mounts = mounting.by_device().get(status.st_dev)
-        if mounts is None:
-            raise NotOnMount(errno.EXDEV, "is not on a gpufs mount", path)
+        mounts = mounting.places_of(status.st_dev, path)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", path)
         place = mounting.place_of(named, mounts)

@@ -11,7 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 import gpufs
 from gpufs import mounting
-from gpufs.exceptions import NotOnMount, failure_of_mount
+from gpufs.exceptions import NotOnMount, as_failure_of_mount, failure_of_mount
 from gpufs.new_file import NewFile, remove_leftovers
 from gpufs.syscalls import path_of
 
@@ -59,17 +59,12 @@ class TensorFile:
 
     def write(self, data: bytes) -> None:
         """Write the whole contents, which are small."""
-        try:
-            with open(self._new.fd, "wb", closefd=False) as file:
-                file.write(data)
-        except OSError as error:
-            raise failure_of_mount(error, str(self._path)) from None
+        with as_failure_of_mount(str(self._path)), open(self._new.fd, "wb", closefd=False) as file:
+            file.write(data)
 
     def attach(self) -> gpufs.DeviceArray:
-        try:
+        with as_failure_of_mount(str(self._path)):
             return gpufs.attach(path_of(self._new.fd), mode="r+")
-        except OSError as error:
-            raise failure_of_mount(error, str(self._path)) from None
 
     def map(self) -> torch.Tensor:
         mapped: torch.Tensor = from_dlpack(self.attach())
