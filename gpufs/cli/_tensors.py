@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -22,6 +21,7 @@ import click
 from gpufs import mounting
 from gpufs.cli._files import held_bytes
 from gpufs.cli._output import Failure
+from gpufs.copying.checksums import sha256_of
 from gpufs.copying.entries import Entry, next_data, open_path
 from gpufs.exceptions import text_of
 from gpufs.formats import FormatError
@@ -124,9 +124,7 @@ class Contents:
 
     def sha256(self) -> str:
         """Return the SHA-256 of the file, in hexadecimal."""
-        with os.fdopen(os.dup(self._fd), "rb") as file:
-            file.seek(0)
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(self._fd, lambda: False)
 
 
 class Tensor(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.checksums import RunningChecksum
 from gpufs.copying.entries import has_holes, next_data
+from gpufs.copying.types import CopyProgress, Pace, Progress
 from gpufs.syscalls import os_error
 
 PART_BYTES: Final = 64 << 20
@@ -25,6 +26,27 @@ _THREADS: Final = 16  # while some wait for the disk or the device, others make 
 Take: TypeAlias = Callable[[memoryview, int, int], None]
 # The sums of parts by their offsets, in hexadecimal. A part without data has none.
 Sums: TypeAlias = dict[int, str]
+
+
+class MovedBytes:
+    """Counts and reports the bytes of one file that several threads read. ``phase``: as of CopyProgress."""
+
+    def __init__(self, size: int, progress: Progress, phase: str = "copy") -> None:
+        self.count = 0
+        self._size = size
+        self._progress = progress
+        self._phase = phase
+        self._lock = threading.Lock()  # guards the count and the pace
+        self._pace = Pace()
+
+    def add(self, count: int, *, path: str = "") -> None:
+        """Count bytes, which have moved by a path of CopyResult unless that is empty."""
+        with self._lock:
+            self.count += count
+            due = self._pace.is_due()
+        if due and self._progress is not None:
+            paths = {path: self.count} if path else {}
+            self._progress(CopyProgress(self.count, self._size, paths, self._phase))
 
 
 class PartReader:

@@ -38,8 +38,8 @@ from gpufs.copying.manifest import (
     Symlink,
     name_of_text,
 )
-from gpufs.copying.part_sums import PartReader
-from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Progress, TreeReport, copy_error
+from gpufs.copying.part_sums import MovedBytes, PartReader
+from gpufs.copying.types import CopyError, CopyResult, Outcome, Progress, TreeReport, copy_error
 from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.new_file import NewFile
 from gpufs.syscalls import closed_after, open_beneath, path_of
@@ -127,16 +127,10 @@ class SavedFiles:
         phase: str = "verify",
     ) -> None:
         """Compare a file with the checksums of the manifest. CopyError EIO if it differs."""
-        moved, lock = 0, threading.Lock()
-
-        def take(buffer: memoryview, count: int, offset: int) -> None:
-            nonlocal moved
-            with lock:
-                moved += count
-            if progress is not None:
-                progress(CopyProgress(moved, record.size, {}, phase))
-
-        different = self._reader.differing_part(fd, record.size, record.sums(), self.cancel, take)
+        moved = MovedBytes(record.size, progress, phase)
+        different = self._reader.differing_part(
+            fd, record.size, record.sums(), self.cancel, lambda buffer, count, offset: moved.add(count)
+        )
         if different is not None:
             start, end = different
             text = f"is damaged: bytes {start} to {end} do not have the checksum of the manifest"

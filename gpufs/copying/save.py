@@ -11,7 +11,6 @@ import errno
 import fcntl
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -43,14 +42,12 @@ from gpufs.copying.manifest import (
     time_text,
 )
 from gpufs.copying.new_directory import NewDirectory
-from gpufs.copying.part_sums import PART_BYTES, PartReader, Sums
+from gpufs.copying.part_sums import PART_BYTES, MovedBytes, PartReader, Sums
 from gpufs.copying.types import (
     CopyError,
     CopyOptions,
-    CopyProgress,
     CopyResult,
     Outcome,
-    Pace,
     Progress,
     TreeOptions,
     TreeReport,
@@ -103,7 +100,6 @@ class Save:
         self._reader = PartReader()
         self._links: dict[tuple[int, int], tuple[str, int]] = {}  # first names, and how many are to come
         self._has_hard_links = False
-        self._lock = threading.Lock()  # guards the counts of copies in progress
         self.left_out = ""  # the first of others' files that the caller may not read, and how many there are
         self.left_out_count = 0
         self._manifest: ManifestWriter | None = None
@@ -236,7 +232,7 @@ class Save:
             raise OSError(errno.EBUSY, "is not a regular file any more")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with closed_after(os.open(end.name, flags, 0o600, dir_fd=end.directory)) as fd:
-            moved = _Moved(status.st_size, progress, self._lock)
+            moved = MovedBytes(status.st_size, progress)
             sums = self._move(source.fd, fd, status.st_size, moved)
             xattrs = read_xattrs(source.fd)
             if _changes(_fresh_status(source.fd)) != _changes(status):
@@ -244,13 +240,14 @@ class Save:
             os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
         whole = sums[0] if status.st_size <= PART_BYTES else None
         parts = {} if whole else {str(start): text for start, text in sums.items()}
-        path = os.path.relpath(end.path, self.shown(""))
-        named = _named(path, status, xattrs)
+        named = _named(os.path.relpath(end.path, self.shown("")), status, xattrs)
         self.write(File(**named, size=status.st_size, sha256=whole, parts=parts))
         seconds = time.monotonic() - began
-        return CopyResult(source.entry.path, end.path, status.st_size, seconds, "mount", moved.paths(), (), whole)
+        counts = {"mount": moved.count, "hole": status.st_size - moved.count}
+        paths = {path: count for path, count in counts.items() if count}
+        return CopyResult(source.entry.path, end.path, status.st_size, seconds, "mount", paths, (), whole)
 
-    def _move(self, source: int, fd: int, size: int, moved: _Moved) -> Sums:
+    def _move(self, source: int, fd: int, size: int, moved: MovedBytes) -> Sums:
         """Copy the bytes. Returns the sums."""
         if size >= _DIRECT_BYTES:
             with suppress(OSError):  # not all file systems can
@@ -260,7 +257,7 @@ class Save:
 
         def take(buffer: memoryview, count: int, offset: int) -> None:
             _write(fd, buffer, count, offset)
-            moved.add(count)
+            moved.add(count, path="mount")
 
         sums = self._reader.read(source, size, self._cancel, take)
         os.ftruncate(fd, size)  # a page at its end was written as a whole, and a hole there not at all
@@ -395,28 +392,6 @@ class _SavedTree:
 
     def _end(self, folder: Folder) -> None:
         os.close(self._directories.pop(folder))
-
-
-class _Moved:
-    """Counts and reports the bytes of one file. Thread-safe."""
-
-    def __init__(self, size: int, progress: Progress, lock: threading.Lock) -> None:
-        self._size = size
-        self._progress = progress
-        self._lock = lock
-        self._count = 0
-        self._pace = Pace()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._count += count
-            due = self._pace.is_due()
-        if due and self._progress is not None:
-            self._progress(CopyProgress(self._count, self._size, {"mount": self._count}))
-
-    def paths(self) -> dict[str, int]:
-        counts = {"mount": self._count, "hole": self._size - self._count}
-        return {path: count for path, count in counts.items() if count}
 
 
 def _explained(error: OSError) -> OSError:
