@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from gpufs import syscalls
 from gpufs.exceptions import DEAD, NotOnMount
-from gpufs.syscalls import closed_after
+from gpufs.syscalls import closed_after, path_of
 
 FUSE_DEVICE: Final = "/dev/fuse"
 FILESYSTEM_TYPE: Final = "fuse.gpufs"
@@ -218,7 +218,7 @@ def place_of(fd: int, mounts: Sequence[MountEntry]) -> str:
 
     "" if that is not known.
     """
-    path = os.readlink(f"/proc/self/fd/{fd}")
+    path = os.readlink(path_of(fd))
     for mount in mounts:
         if path.startswith(mount.mountpoint.rstrip("/") + "/"):
             inside = mount.root + "/" + path.removeprefix(mount.mountpoint)
@@ -243,7 +243,7 @@ def _open_device() -> int:
 def _mount_on(directory: int, source: str, flags: int, names: Collection[str], options: str = "") -> None:
     """Call mount(2) for a descriptor, with more flags by their ``names``. OSError if it fails."""
     bits = flags | _MS_NOSUID | _MS_NODEV | sum(FLAGS[name] for name in set(names))
-    target = f"/proc/self/fd/{directory}".encode()
+    target = path_of(directory).encode()
     syscalls.mount(os.fsencode(source), target, FILESYSTEM_TYPE.encode(), bits, options.encode())
 
 
@@ -258,7 +258,7 @@ def _open_directory(path: str) -> int:
     """Return a descriptor of a directory. OSError if the path leads through a symbolic link by now."""
     fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if os.readlink(f"/proc/self/fd/{fd}") != path:
+        if os.readlink(path_of(fd)) != path:
             raise OSError(errno.ELOOP, "the path has just been changed to lead to another place")
     except BaseException:
         os.close(fd)
@@ -435,7 +435,7 @@ def unmount_dead(entry: MountEntry) -> bool:
             if os.geteuid() != 0:
                 unmount(entry.mountpoint, lazy=True)
             else:  # by the descriptor: another mount at the same place stays
-                _umount2(f"/proc/self/fd/{fd}", _MNT_DETACH, entry.mountpoint)
+                _umount2(path_of(fd), _MNT_DETACH, entry.mountpoint)
             return True
     except OSError as failure:
         if failure.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
@@ -469,7 +469,7 @@ def unmount(mountpoint: str, *, force: bool = False, lazy: bool = False) -> None
             _umount2(mountpoint, flags, mountpoint)
             return
         try:
-            _umount2(f"/proc/self/fd/{above}/{name}", flags, mountpoint)
+            _umount2(f"{path_of(above)}/{name}", flags, mountpoint)
         finally:
             os.close(above)
         return

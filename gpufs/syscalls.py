@@ -124,6 +124,13 @@ def allocate(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all bytes at an offset, by as many pwrite(2) as that takes."""
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
+
+
 def syncfs(fd: int) -> None:
     """Write everything of the file system of an open file to its disk."""
     _check(_libc.syncfs(fd))

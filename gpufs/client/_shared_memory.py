@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Final
 
 from gpufs.protocol import ShareKind
+from gpufs.syscalls import path_of
 
 _LINE: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+)\s*(.*)")
 _REMEDY: Final = (
@@ -101,7 +102,7 @@ def _open(mapping: _MappedRange, *, writable: bool) -> int | None:
     """A new descriptor of the mapping's file, None if it cannot be opened."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
-            if os.readlink(f"/proc/self/fd/{fd}") != mapping.path or not _fits(fd, mapping, writable=writable):
+            if os.readlink(path_of(fd)) != mapping.path or not _fits(fd, mapping, writable=writable):
                 continue
             return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
         except OSError:

@@ -54,6 +54,7 @@ from gpufs.hosts.messages import (
 from gpufs.hosts.next_host import NextHost
 from gpufs.hosts.nixl import LEAST_BYTES, SLOTS, Nixl, is_installed
 from gpufs.new_file import NewFile
+from gpufs.syscalls import write_at
 
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
 
@@ -350,7 +351,7 @@ class Receiver:
                     done += message.size
                 else:
                     checksum.update(message)
-                    _write(new.fd, message, done)
+                    write_at(new.fd, message, done)
                     done += len(message)
                 self.sink.moved(source, done)
             if isinstance(message, Abandon):
@@ -425,9 +426,3 @@ class Receiver:
         new.complete(entry.name)
         if durable:
             entries.make_durable(new.fd, entry.directory, synced=True)
-
-
-def _write(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(fd, data, offset)
-        data, offset = data[count:], offset + count

@@ -16,6 +16,7 @@ from gpufs._version import __version__
 from gpufs.engine import Device, Engine, EngineError, Mount, Trace, journal_format
 from gpufs.fs.requests import Opened
 from gpufs.syscalls import trusted
+from gpufs.units import bytes_text
 
 # Bytes that one read of a stream returns at most: the kernel may find no memory for a larger message.
 _STREAM_READ_BYTES: Final = 64 << 10
@@ -273,7 +274,7 @@ class ActivityReport:
 def readme_text(mountpoint: str, devices: Sequence[Device], shares: Sequence[str]) -> bytes:
     """The text of ``README`` in the mount's root. ``shares``: names of the directories below ``backing``."""
     infos = [device.info for device in devices]
-    rows = [(f"{info.directory}/", f"{info.name}, {info.total_bytes / 2**30:.1f} GiB") for info in infos]
+    rows = [(f"{info.directory}/", f"{info.name}, {bytes_text(info.total_bytes)}") for info in infos]
     rows += [(f"backing/{name}/", "files of the host") for name in shares]
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:{width}}  {text}" for name, text in rows]

@@ -25,7 +25,7 @@ import torch
 
 from gpufs.formats import FormatError
 from gpufs.new_file import NewFile, has_name
-from gpufs.syscalls import closed_after
+from gpufs.syscalls import closed_after, path_of
 from gpufs.torch import publish
 from gpufs.torch._file import Checkpoint
 
@@ -106,9 +106,9 @@ class SharedWeights:
             if not self._is_trusted(status.st_uid):
                 raise PermissionError(f"{self.path} belongs to user {status.st_uid}, who is not trusted")
             # The file whose owner was checked, whatever has the name by now.
-            checkpoint = Checkpoint(f"/proc/self/fd/{file}", "r")
+            checkpoint = Checkpoint(path_of(file), "r")
         except FormatError as error:
-            raise FormatError(str(error).replace(f"/proc/self/fd/{file}", str(self.path))) from None
+            raise FormatError(str(error).replace(path_of(file), str(self.path))) from None
         finally:
             os.close(file)
         phases = phases or Phases()

@@ -46,7 +46,7 @@ def process_of(sock: socket.socket) -> ClientProcess:
 def path_behind(fd: int) -> str:
     """The path of an open file as this process sees it, "" if it cannot be found."""
     try:
-        return os.readlink(f"/proc/self/fd/{fd}")
+        return os.readlink(syscalls.path_of(fd))
     except OSError:
         return ""
 

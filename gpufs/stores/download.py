@@ -17,7 +17,7 @@ from gpufs.stores import errors
 from gpufs.stores.errors import StoreError
 from gpufs.stores.files import StoreFile
 from gpufs.stores.web import WholeFile
-from gpufs.syscalls import os_error
+from gpufs.syscalls import os_error, write_at
 from gpufs.waiting import END_SECONDS, Workers
 
 PART_BYTES: Final = 16 << 20
@@ -238,9 +238,7 @@ class Download:
             if destination.error is not None or (part is not None and not destination.needs(part)):
                 continue
             try:
-                done = 0
-                while done < len(chunk):
-                    done += os.pwrite(destination.fd, chunk[done:], offset + done)
+                write_at(destination.fd, chunk, offset)
                 left = True
             except OSError as error:
                 destination.error = error

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from errno import EDEADLK, ESTALE
 from typing import Final
 
-from gpufs.syscalls import open_beneath, os_error
+from gpufs.syscalls import open_beneath, os_error, path_of
 
 FIRST_INODE: Final = 1 << 48  # the numbers of the engine's table are below (native/src/fuse/open_files.h)
 _TRIED: Final = 8  # inodes whose descriptors may be closed for each new one
@@ -61,7 +61,7 @@ class BackingNode:
     @property
     def link(self) -> str:
         """A path that leads to the inode, whatever its names are."""
-        return f"/proc/self/fd/{self.fd}"
+        return path_of(self.fd)
 
 
 def look_up(directory: int, path: bytes) -> Found:

@@ -18,7 +18,7 @@ from typing import Any, Final
 from gpufs.fs.backing.calls import HostCalls, acting_as, with_daemons_rights
 from gpufs.fs.backing.inodes import BackingNode, Found, look_up
 from gpufs.fs.requests import Caller, Handles, InodeReply, Listing, Opened
-from gpufs.syscalls import file_system_type, open_beneath, os_error, trusted
+from gpufs.syscalls import file_system_type, open_beneath, os_error, path_of, trusted
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class OpenFiles:
         try:
             status = os.fstat(fd)
             fd = self._reopen_for_mapping(fd, status, wanted)
-            return fd, (os.open(f"/proc/self/fd/{fd}", os.O_PATH | os.O_CLOEXEC), status)
+            return fd, (os.open(path_of(fd), os.O_PATH | os.O_CLOEXEC), status)
         except BaseException:
             os.close(fd)
             raise
@@ -263,7 +263,7 @@ class OpenFiles:
             return fd
         dropped = _NOT_PASSED_ON | os.O_ACCMODE | os.O_TRUNC
         try:
-            both = os.open(f"/proc/self/fd/{fd}", flags & ~dropped | os.O_RDWR | os.O_CLOEXEC)
+            both = os.open(path_of(fd), flags & ~dropped | os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return fd
         os.close(fd)
