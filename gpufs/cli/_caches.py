@@ -13,6 +13,7 @@ from typing import Final
 
 from gpufs.cli._output import Failure, user_name
 from gpufs.config import numbers
+from gpufs.syscalls import trusted
 
 # Each variable, and its directory below that of a machine and its versions.
 VARIABLES: Final = {
@@ -71,7 +72,7 @@ def _made(path: str) -> str:
         # In a directory above it, others must only be unable to exchange names.
         if place != Path(path) and status.st_mode & stat.S_ISVTX:
             others = 0
-        if others or status.st_uid not in (0, os.geteuid()):
+        if others or not trusted(status.st_uid):
             who = "other users may write to it" if others else f"it belongs to user {user_name(status.st_uid)}"
             remedy = f"chmod go-w {place}" if others else f"use a directory of user {user_name(os.geteuid())}"
             raise Failure(f"{place}: {who}, and programs would run code from {path}: {remedy}")

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from gpufs import mounting
 from gpufs.cli._output import Failure, user_name
+from gpufs.syscalls import trusted
 
 # The seconds between checks whether a process has only threads left that cannot end.
 _ZOMBIE_SECONDS: Final = 0.2
@@ -67,7 +68,7 @@ def mounted_at(path: str) -> mounting.MountEntry:
 
 def is_trusted(entry: mounting.MountEntry) -> bool:
     """Return whether root or the caller mounted it."""
-    return entry.uid in (0, os.geteuid())
+    return trusted(entry.uid)
 
 
 def is_private(entry: mounting.MountEntry, failure: OSError) -> bool:

@@ -152,7 +152,7 @@ class Connection(Closing):
     def check_peer(self) -> None:
         """OSError EPERM if the daemon is neither ours nor root's: it could keep our descriptors and use them later."""
         _, uid = syscalls.peer_of(self._sock)
-        if uid not in (0, os.geteuid()):
+        if not syscalls.trusted(uid):
             text = f"it belongs to user {uid}, which is not trusted with our descriptors"
             raise OSError(errno.EPERM, with_user_names(text))
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 from gpufs.copying.part_sums import PART_BYTES, Sums
-from gpufs.syscalls import path_of
+from gpufs.syscalls import path_of, trusted
 
 MANIFEST: Final = "manifest.jsonl"
 TREE: Final = "tree"
@@ -317,7 +317,7 @@ def _check(line: _AnyLine) -> None:
 
 def _is_ours(fd: int) -> bool:
     status = os.fstat(fd)
-    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return trusted(status.st_uid) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def find_save(path: str) -> tuple[str, str]:

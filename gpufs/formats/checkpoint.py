@@ -78,16 +78,20 @@ def _read_index(path: str) -> dict[str, str]:
     return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
-def _read_text(path: str) -> str:
-    """Return a small regular file: others may have put anything there."""
+def read_beginning(path: str, count: int) -> bytes | None:
+    """Return the first bytes of a file; None unless it is a regular one: others may have put anything there."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise link_error(error, path) from None
     with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "is not a regular file", path)
-        data = file.read(MAX_HEADER_BYTES + 1)
+        return file.read(count) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+
+
+def _read_text(path: str) -> str:
+    data = read_beginning(path, MAX_HEADER_BYTES + 1)
+    if data is None:
+        raise OSError(errno.EINVAL, "is not a regular file", path)
     if len(data) > MAX_HEADER_BYTES:
         raise ValueError(f"it has more than {MAX_HEADER_BYTES} bytes")
     return data.decode("utf-8")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpufs.integrations._shared_weights import named_tensors
+from gpufs.torch._module import named_tensors
 from gpufs.torch._publish import is_json
 
 _TENSORS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

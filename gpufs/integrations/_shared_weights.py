@@ -28,6 +28,7 @@ from gpufs.new_file import NewFile, has_name
 from gpufs.syscalls import closed_after, path_of
 from gpufs.torch import publish
 from gpufs.torch._file import Checkpoint
+from gpufs.torch._module import named_tensors
 
 METADATA_KEY = "gpufs.engine"
 # Smaller tensors become private copies: biases, norms, and scales, which engines may change.
@@ -246,12 +247,6 @@ def _move_to_host(module: torch.nn.Module) -> list[tuple[torch.nn.Parameter, tor
     gc.collect()
     torch.cuda.empty_cache()
     return moved
-
-
-def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers, tied ones under each of their names."""
-    parameters = module.named_parameters(remove_duplicate=False)
-    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def move_to_shared(module: torch.nn.Module, weights: OpenWeights) -> None:

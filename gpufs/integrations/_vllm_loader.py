@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from gpufs.integrations._checkpoint import ModelFiles, release
-from gpufs.integrations._shared_weights import Phases, SharedWeights, named_tensors
+from gpufs.integrations._shared_weights import Phases, SharedWeights
 from gpufs.integrations._sharing import (
     SLEEP_REFUSED,
     LoaderSettings,
@@ -31,6 +31,7 @@ from gpufs.integrations._sharing import (
     weights_label,
 )
 from gpufs.torch import load_file
+from gpufs.torch._module import named_tensors
 
 pieces, _MISSING = private_pieces("_vllm_pieces")
 logger = init_logger("vllm.gpufs")

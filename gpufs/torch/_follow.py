@@ -17,6 +17,7 @@ from gpufs.client._follow import Follower
 from gpufs.formats.versions import FileLayout
 from gpufs.torch._file import SafetensorsFile
 from gpufs.torch._memory import FileMemory, file_of
+from gpufs.torch._module import named_tensors
 
 Followed: TypeAlias = "torch.nn.Module | torch.Tensor | Mapping[str, torch.Tensor] | Iterable[torch.Tensor]"
 
@@ -96,12 +97,7 @@ def follow(tensors: Followed, *, on_forward: bool = True) -> Follower:
 def _named(tensors: Followed) -> dict[str, torch.Tensor] | None:
     if isinstance(tensors, Mapping):
         return dict(tensors)
-    if not isinstance(tensors, torch.nn.Module):
-        return None
-    return {
-        **dict(tensors.named_parameters(remove_duplicate=False)),
-        **dict(tensors.named_buffers(remove_duplicate=False)),
-    }
+    return named_tensors(tensors) if isinstance(tensors, torch.nn.Module) else None
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:

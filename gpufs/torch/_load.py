@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 
 from gpufs._naming import named_in
 from gpufs.formats import FormatError, archives, gguf, npy, table
-from gpufs.formats.checkpoint import link_error
+from gpufs.formats.checkpoint import link_error, read_beginning
 from gpufs.formats.layout import TensorPlace
 from gpufs.modes import Mode
 from gpufs.torch._file import TORCH_DTYPES, Device, load_file
@@ -112,7 +111,8 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
     name = os.fspath(path)
     if os.path.isdir(name) or name.endswith(".json"):
         return load_file(name, device, mode=mode)
-    loader = _LOADERS.get(table.recognize(_first_bytes(name)))
+    beginning = read_beginning(name, table.PREFIX_BYTES)
+    loader = _LOADERS.get(table.recognize(beginning or b""))  # attach() says what is not a regular file
     if loader is None:
         return load_file(name, device, mode=mode)
     file = _FileInPlace(name, mode, device)
@@ -120,18 +120,6 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
         return loader(file)
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
-
-
-def _first_bytes(path: str) -> bytes:
-    """Return the bytes that show the format; none if it is not a regular file: attach() says so."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise link_error(error, path) from None
-    try:
-        return os.read(fd, table.PREFIX_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    finally:
-        os.close(fd)
 
 
 def _load_gguf(file: _FileInPlace) -> dict[str, torch.Tensor]:

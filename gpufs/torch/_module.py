@@ -139,6 +139,12 @@ def load_model(
     return _fill(model, Checkpoint(filename, "r"), strict, device, writable=False, copy=True)
 
 
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers, tied ones under each of their names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
+
+
 def _tensors_of(module: torch.nn.Module) -> Iterator[_ModuleTensor]:
     persistent = module.state_dict(keep_vars=True).keys()
     for named in (module.named_parameters, module.named_buffers):
