@@ -32,22 +32,9 @@ from gpufs.copying.types import (
     error_class,
 )
 from gpufs.exceptions import text_of
-from gpufs.hosts import names
+from gpufs.hosts import messages, names
 from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError, exchange
-from gpufs.hosts.messages import (
-    Deleted,
-    Failed,
-    FileResult,
-    Finished,
-    HostHello,
-    HostRequest,
-    Lost,
-    Moved,
-    Notice,
-    Plan,
-    Refused,
-    plain,
-)
+from gpufs.hosts.messages import HostRequest, plain
 from gpufs.hosts.names import HostName
 from gpufs.hosts.next_host import NextHost
 from gpufs.hosts.peer import GREETING, Peer, connected, our_hello
@@ -89,20 +76,20 @@ def upload(
     request.forward = [os.fsencode(str(target)) for target in targets[1:]]
     peer.request(request)
 
-    def take(sent: Sent, result: FileResult) -> None:
+    def take(sent: Sent, result: messages.FileResult) -> None:
         destination = str(HostName(targets[result.hop].host, os.fsdecode(result.path)))
         outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
         if result.error != errno.ECANCELED:  # else the file's directory is reported
             sink.file_ended(sent.path, outcome, result.hop)
 
-    def fail(failed: Failed) -> None:
+    def fail(failed: messages.Failed) -> None:
         shown = str(HostName(targets[failed.hop].host, os.fsdecode(failed.path)))
         sink.file_ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
 
     def fail_here(path: str, error: OSError) -> None:
         sink.file_ended(path, copy_error(error, path))
 
-    def lose(lost: Lost) -> None:
+    def lose(lost: messages.Lost) -> None:
         sink.host_lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
 
     noted = Noted(sink, peer.host)
@@ -118,19 +105,19 @@ def ask_for_upload(
     request.forward = [os.fsencode(str(target)) for target in targets]
     peer.request(request)
     shown = Shown(sink, peer.host)
-    while not isinstance(message := peer.channel.receive(), Finished):
+    while not isinstance(message := peer.channel.receive(), messages.Finished):
         match message:
-            case Plan():
+            case messages.Plan():
                 sink.planned(message.size)
-            case Moved():
+            case messages.Moved():
                 shown.moved(os.fsdecode(message.source), message.size)
-            case Notice():
+            case messages.Notice():
                 shown.noticed(message.text)
-            case FileResult() if message.hop < len(targets):
+            case messages.FileResult() if message.hop < len(targets):
                 show(message, shown)
-            case Deleted():
+            case messages.Deleted():
                 sink.deleted(os.fsdecode(message.path))
-            case Lost() if message.hop < len(targets):
+            case messages.Lost() if message.hop < len(targets):
                 sink.host_lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
             case _:
                 raise HostProtocolError("no result")
@@ -147,7 +134,7 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
         channel.write_line(GREETING)
         channel.send(our_hello())
         hello = channel.receive()
-        if not isinstance(hello, HostHello):
+        if not isinstance(hello, messages.HostHello):
             raise HostProtocolError("no hello")
         hello.check("")
         channel.start_alive()
@@ -161,7 +148,9 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
         return False  # the other side is gone, or wrong
     except OSError as error:
         try:
-            channel.send(Refused(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(error.filename or "")))
+            channel.send(
+                messages.Refused(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(error.filename or ""))
+            )
         except ChannelError:
             pass
         return False
@@ -173,7 +162,7 @@ def _answer(
     context: CopyContext, channel: HostChannel, request: HostRequest, has_nixl: bool, shell: str, program: str
 ) -> None:
     def fail(path: str, error: OSError) -> None:
-        channel.send(Failed(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(path)))
+        channel.send(messages.Failed(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(path)))
 
     def ignore(*_: object) -> None:  # the receiver reports them
         pass
@@ -227,7 +216,7 @@ def _upload_as_asked(
             upload(context, peer, sources, targets, request, reports)
     except OSError as error:
         reports.host_lost(0, copy_error(error, str(error.filename)))
-    channel.send(Finished())
+    channel.send(messages.Finished())
 
 
 def _expanded(path: str) -> str:
@@ -258,10 +247,10 @@ def _send(
     sources: Sequence[str],
     request: HostRequest,
     sink: Sink,
-    take: Callable[[Sent, FileResult], None],
-    fail: Callable[[Failed], None],
+    take: Callable[[Sent, messages.FileResult], None],
+    fail: Callable[[messages.Failed], None],
     fail_here: Callable[[str, OSError], None],
-    lose: Callable[[Lost], None],
+    lose: Callable[[messages.Lost], None],
     peer_has_nixl: bool,
 ) -> None:
     """Send files, and read the results on a thread of its own."""

@@ -24,33 +24,9 @@ from gpufs.copying.job import CopyContext
 from gpufs.copying.tree import CopiedDirectory, exists, file_is_current, make_special
 from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, TreeOptions, error_class
 from gpufs.exceptions import text_of
+from gpufs.hosts import messages
 from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded, HostChannel, HostProtocolError
-from gpufs.hosts.messages import (
-    Abandon,
-    Chosen,
-    Deleted,
-    End,
-    Enter,
-    Failed,
-    File,
-    FileResult,
-    FilesDone,
-    Finished,
-    Free,
-    Hole,
-    HostRequest,
-    InPlace,
-    Leave,
-    Link,
-    Measure,
-    Measured,
-    Offer,
-    Plan,
-    Slot,
-    Window,
-    Written,
-    plain,
-)
+from gpufs.hosts.messages import HostRequest, plain
 from gpufs.hosts.next_host import NextHost
 from gpufs.hosts.nixl import LEAST_BYTES, SLOTS, Nixl, is_installed
 from gpufs.new_file import NewFile
@@ -88,39 +64,42 @@ class Receiver:
         try:
             while True:
                 message = self.channel.receive()
-                if self.next_host is not None and isinstance(message, (Plan, Enter, Leave, Link, File, FilesDone)):
+                if self.next_host is not None and isinstance(
+                    message,
+                    (messages.Plan, messages.Enter, messages.Leave, messages.Link, messages.File, messages.FilesDone),
+                ):
                     self.next_host.pass_on(message)
                 match message:
-                    case Plan():
+                    case messages.Plan():
                         self._check_space(message)
                         self._prepare(message)
-                    case Offer():
+                    case messages.Offer():
                         self._measure(message)
                     case memoryview():
                         pass  # measures the pipe
-                    case Measure():
-                        self.channel.send(Measured())
-                    case Chosen():
+                    case messages.Measure():
+                        self.channel.send(messages.Measured())
+                    case messages.Chosen():
                         self._choose(message)
-                    case Enter():
+                    case messages.Enter():
                         self._enter(message)
-                    case Leave():
+                    case messages.Leave():
                         self._leave()
-                    case Link():
+                    case messages.Link():
                         self._link(message)
-                    case File():
+                    case messages.File():
                         self._receive(message)
-                    case Failed():
+                    case messages.Failed():
                         path, text = os.fsdecode(message.path), message.text
                         if message.error == errno.ENOENT and any(character in path for character in "*?["):
                             text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
                         self.sink.file_ended(path, error_class(message.error)(message.error, text, path))
                         self._incomplete = True
-                    case FilesDone():
+                    case messages.FilesDone():
                         self._delete_others()
                         if self.next_host is not None:
                             self.next_host.finish()
-                        self.channel.send(Finished())
+                        self.channel.send(messages.Finished())
                         return
                     case _:
                         raise HostProtocolError("no file")
@@ -134,9 +113,9 @@ class Receiver:
         """Report what could not be created, other than a file."""
         number, text = error.errno or errno.EIO, text_of(error)
         self.sink.file_ended(source, CopyError(number, text, source, destination))
-        self.channel.send(Failed(number, plain(text), os.fsencode(destination)))
+        self.channel.send(messages.Failed(number, plain(text), os.fsencode(destination)))
 
-    def _check_space(self, plan: Plan) -> None:
+    def _check_space(self, plan: messages.Plan) -> None:
         self.sink.planned(plan.size)
         if not (self.request.no_clobber or self.request.update):  # else nobody knows what is skipped
             with self.bases[0].filled() as (directory, place):
@@ -167,7 +146,7 @@ class Receiver:
 
     # ---- NIXL or the pipe ----
 
-    def _prepare(self, plan: Plan) -> None:
+    def _prepare(self, plan: messages.Plan) -> None:
         """Open NIXL, as the sender does at the same time."""
         if plan.size >= LEAST_BYTES and self.peer_has_nixl and is_installed():
             try:
@@ -175,7 +154,7 @@ class Receiver:
             except ConnectionEnded as error:
                 self._failure = error.strerror or str(error)
 
-    def _measure(self, offer: Offer) -> None:
+    def _measure(self, offer: messages.Offer) -> None:
         rate = 0.0
         try:
             if self._nixl is not None:
@@ -184,9 +163,9 @@ class Receiver:
         except ConnectionEnded as error:  # of NIXL alone
             self._failure = error.strerror or str(error)
         # A file that is written in place cannot be passed on.
-        self.channel.send(Measured(rate, plain(self._failure), in_place=self.next_host is None))
+        self.channel.send(messages.Measured(rate, plain(self._failure), in_place=self.next_host is None))
 
-    def _choose(self, chosen: Chosen) -> None:
+    def _choose(self, chosen: messages.Chosen) -> None:
         if not chosen.nixl:
             self._close_nixl()
             self.sink.noticed(chosen.text)
@@ -200,7 +179,7 @@ class Receiver:
 
     # ---- directories and links ----
 
-    def _enter(self, message: Enter) -> None:
+    def _enter(self, message: messages.Enter) -> None:
         if not self.request.recursive:
             raise HostProtocolError("a directory")
         entry = self._entry(message.source, message.name)
@@ -231,7 +210,7 @@ class Receiver:
         finally:
             folder.close()
 
-    def _link(self, message: Link) -> None:
+    def _link(self, message: messages.Link) -> None:
         entry = self._entry(message.source, message.name)
         self._name(message.name, "file")
         if entry is None or self._is_skipped(entry):
@@ -261,7 +240,7 @@ class Receiver:
 
     def deleted(self, path: str) -> None:
         """Report what has been removed."""
-        self.channel.send(Deleted(os.fsencode(path)))
+        self.channel.send(messages.Deleted(os.fsencode(path)))
         self.sink.deleted(path)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
@@ -271,7 +250,7 @@ class Receiver:
     def _is_skipped(self, entry: Entry) -> bool:
         return self.request.no_clobber and exists(entry, follow=False)
 
-    def _is_current(self, entry: Entry, file: File) -> bool:
+    def _is_current(self, entry: Entry, file: messages.File) -> bool:
         if not self.request.update:
             return False
         if not file.checksum:
@@ -280,16 +259,18 @@ class Receiver:
 
     # ---- files ----
 
-    def _receive(self, file: File) -> None:
+    def _receive(self, file: messages.File) -> None:
         """Receive one file, and answer what became of it."""
         source = os.fsdecode(file.path)
         entry = self._entry(file.source, file.name)
         self._name(file.name, "file")
         self._in_file = True
         if entry is None:
-            self.channel.send(FileResult(file.number, b"", errno.ECANCELED))  # the directory is reported already
+            self.channel.send(
+                messages.FileResult(file.number, b"", errno.ECANCELED)
+            )  # the directory is reported already
         elif self._is_skipped(entry) or self._is_current(entry, file):
-            self.channel.send(FileResult(file.number, os.fsencode(entry.path), skipped=True))
+            self.channel.send(messages.FileResult(file.number, os.fsencode(entry.path), skipped=True))
             self.sink.file_ended(source, None)
         else:
             path = os.fsencode(entry.path)
@@ -299,33 +280,35 @@ class Receiver:
                 if isinstance(error, ChannelError) or self.cancel.cancelled:
                     raise
                 number, text = error.errno or errno.EIO, text_of(error)
-                self.channel.send(FileResult(file.number, path, number, plain(text)))
+                self.channel.send(messages.FileResult(file.number, path, number, plain(text)))
                 self.sink.file_ended(source, error_class(number)(number, text, source, entry.path))
             else:
                 sha256 = stored.sha256 or ""
-                self.channel.send(FileResult(file.number, path, 0, "", False, stored.bytes, stored.paths, sha256))
+                self.channel.send(
+                    messages.FileResult(file.number, path, 0, "", False, stored.bytes, stored.paths, sha256)
+                )
                 self.sink.file_ended(source, stored)
         while self._in_file:  # of a file that is not stored
-            if isinstance(self._next(), InPlace):
-                self.channel.send(Window())
+            if isinstance(self._next(), messages.InPlace):
+                self.channel.send(messages.Window())
 
-    def _next(self) -> memoryview | Hole | InPlace | End | Abandon:
+    def _next(self) -> memoryview | messages.Hole | messages.InPlace | messages.End | messages.Abandon:
         """Return what comes next of the current file."""
         if self._used is not None:
-            self.channel.send(Free(self._used))
+            self.channel.send(messages.Free(self._used))
             self._used = None
         message = self.channel.receive()
-        if isinstance(message, Slot):
+        if isinstance(message, messages.Slot):
             message = self._take_slot(message)
-        if isinstance(message, (End, Abandon)):
+        if isinstance(message, (messages.End, messages.Abandon)):
             self._in_file = False
-        elif not isinstance(message, (memoryview, Hole, InPlace)):
+        elif not isinstance(message, (memoryview, messages.Hole, messages.InPlace)):
             raise HostProtocolError("no bytes of a file")
-        if self.next_host is not None and not isinstance(message, InPlace):
+        if self.next_host is not None and not isinstance(message, messages.InPlace):
             self.next_host.pass_on(message)
         return message
 
-    def _take_slot(self, slot: Slot) -> memoryview:
+    def _take_slot(self, slot: messages.Slot) -> memoryview:
         """Return the bytes in a slot, which are there until _next()."""
         if self._nixl is None or slot.number >= SLOTS or not 0 < slot.size <= BLOCK_BYTES:
             raise HostProtocolError("an unknown slot")
@@ -333,19 +316,19 @@ class Receiver:
         self._used = slot.number
         return self._nixl.slot(slot.number)[: slot.size]
 
-    def _store(self, file: File, source: str, entry: Entry) -> CopyResult:
+    def _store(self, file: messages.File, source: str, entry: Entry) -> CopyResult:
         """Receive the bytes of a file, and give it its name."""
         began = time.monotonic()
         new = self._create(file, entry)
         try:
             checksum = RunningChecksum(verify=self.request.verify)
             done = holes = in_place = 0
-            while not isinstance(message := self._next(), (End, Abandon)):
-                if isinstance(message, InPlace):
+            while not isinstance(message := self._next(), (messages.End, messages.Abandon)):
+                if isinstance(message, messages.InPlace):
                     written = self._receive_in_place(new.fd, file.size, source, done) - done
                     in_place += written
                     done += written
-                elif isinstance(message, Hole):
+                elif isinstance(message, messages.Hole):
                     checksum.skip(message.size)
                     holes += message.size
                     done += message.size
@@ -354,7 +337,7 @@ class Receiver:
                     write_at(new.fd, message, done)
                     done += len(message)
                 self.sink.moved(source, done)
-            if isinstance(message, Abandon):
+            if isinstance(message, messages.Abandon):
                 raise OSError(message.error, message.text)
             if message.checksum != checksum.text:
                 text = f"the bytes have changed on the way: {message.checksum} was sent, {checksum.text} has come"
@@ -379,17 +362,19 @@ class Receiver:
             except ConnectionEnded:  # of NIXL alone
                 region = None
             if region is None:
-                self.channel.send(Window())
+                self.channel.send(messages.Window())
                 return offset
             self.channel.send(self._nixl.window(region))
             with self._nixl.written_to():
-                while isinstance(message := self.channel.receive(), Written) and offset <= message.offset <= size:
+                while (
+                    isinstance(message := self.channel.receive(), messages.Written) and offset <= message.offset <= size
+                ):
                     self.sink.moved(source, message.offset)
                     if message.last:
                         return message.offset
         raise HostProtocolError("not what was written")
 
-    def _create(self, file: File, entry: Entry) -> NewFile:
+    def _create(self, file: messages.File, entry: Entry) -> NewFile:
         """Create the file, with its memory, but without its name."""
         entry.check_file()
         if entry.path in self._made:
@@ -411,7 +396,7 @@ class Receiver:
         self._made.add(entry.path)
         return new
 
-    def _complete(self, new: NewFile, entry: Entry, file: File, size: int, checksum: str) -> None:
+    def _complete(self, new: NewFile, entry: Entry, file: messages.File, size: int, checksum: str) -> None:
         os.ftruncate(new.fd, size)
         if self.request.preserve:
             entries.preserve(new.fd, file.attributes)

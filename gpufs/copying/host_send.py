@@ -19,30 +19,9 @@ from gpufs.copying.host_reports import Sink
 from gpufs.copying.job import CopyContext
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
 from gpufs.exceptions import text_of
+from gpufs.hosts import messages
 from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError
-from gpufs.hosts.messages import (
-    Abandon,
-    Deleted,
-    End,
-    Enter,
-    Failed,
-    File,
-    FileAttributes,
-    FileResult,
-    FilesDone,
-    Finished,
-    Free,
-    Hole,
-    HostRequest,
-    Leave,
-    Link,
-    Lost,
-    Measured,
-    Notice,
-    Plan,
-    Window,
-    plain,
-)
+from gpufs.hosts.messages import FileAttributes, HostRequest, plain
 from gpufs.hosts.outlet import Outlet
 
 
@@ -77,7 +56,7 @@ class Sender:
         self._hops = 1 + len(self.request.forward)  # machines of the chain that are alive
         self._outlet = Outlet(self.channel, self.notice, peer_has_nixl=self.peer_has_nixl)
 
-    def plan(self) -> Plan:
+    def plan(self) -> messages.Plan:
         """Add up what is to be sent."""
         size = data = 0
         for source in self.sources:
@@ -85,9 +64,9 @@ class Sender:
                 if step.kind == "file" and step.status is not None:
                     size += step.size
                     data += data_bytes(step.status, step.size) if step.size else 0
-        return Plan(size, data)
+        return messages.Plan(size, data)
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: messages.Plan) -> None:
         """Send everything. Errors of the connection are raised, others go to ``fail``."""
         self.channel.send(plan)
         try:
@@ -96,7 +75,7 @@ class Sender:
                 self._send_tree(number, source)
         finally:
             self._outlet.close()
-        self.channel.send(FilesDone())
+        self.channel.send(messages.FilesDone())
 
     def _send_tree(self, number: int, source: Entry) -> None:
         with closing(self._walk(source, self.fail)) as steps:
@@ -115,27 +94,27 @@ class Sender:
 
     def read_results(
         self,
-        take: Callable[[Sent, FileResult], None],
-        fail: Callable[[Failed], None],
-        lose: Callable[[Lost], None],
+        take: Callable[[Sent, messages.FileResult], None],
+        fail: Callable[[messages.Failed], None],
+        lose: Callable[[messages.Lost], None],
         sink: Sink,
     ) -> None:
         """Receive what becomes of the files, until the receiver has finished."""
         try:
-            while not isinstance(message := self.channel.receive(), Finished):
+            while not isinstance(message := self.channel.receive(), messages.Finished):
                 match message:
-                    case FileResult():
+                    case messages.FileResult():
                         take(self._answered(message), message)
-                    case Failed() if message.hop < self._hops:
+                    case messages.Failed() if message.hop < self._hops:
                         fail(message)
-                    case Lost() if 0 < message.hop < self._hops:
+                    case messages.Lost() if 0 < message.hop < self._hops:
                         self._lose(message.hop)
                         lose(message)
-                    case Notice():
+                    case messages.Notice():
                         sink.noticed(message.text)
-                    case Deleted() if self.request.delete:
+                    case messages.Deleted() if self.request.delete:
                         sink.deleted(os.fsdecode(message.path))
-                    case Free() | Measured() | Window():
+                    case messages.Free() | messages.Measured() | messages.Window():
                         self._outlet.take(message)
                     case _:
                         raise HostProtocolError("no result")
@@ -145,7 +124,7 @@ class Sender:
         finally:
             self._outlet.end()
 
-    def _answered(self, result: FileResult) -> Sent:
+    def _answered(self, result: messages.FileResult) -> Sent:
         sent = self._pending.get(result.number)
         if sent is None or result.hop not in sent.waiting:
             raise HostProtocolError("the result of a file that was not sent")
@@ -169,16 +148,18 @@ class Sender:
     def _send(self, source: int, step: Step) -> None:
         entry, status = step.source, step.status
         if step.kind == "leave":
-            self.channel.send(Leave())
+            self.channel.send(messages.Leave())
             return
         assert isinstance(entry, Entry)
         assert status is not None
         name, path = os.fsencode(os.path.basename(entry.name)), os.fsencode(entry.path)
         if step.kind == "enter":
-            self.channel.send(Enter(source, name, path, status.st_dev in self._mounts, FileAttributes.of(status)))
+            self.channel.send(
+                messages.Enter(source, name, path, status.st_dev in self._mounts, FileAttributes.of(status))
+            )
         elif stat.S_ISLNK(status.st_mode):
             target = os.fsencode(os.readlink(entry.name, dir_fd=entry.directory))
-            self.channel.send(Link(source, name, path, target, FileAttributes.of(status)))
+            self.channel.send(messages.Link(source, name, path, target, FileAttributes.of(status)))
         else:
             with entries.open_source(entry) as opened:
                 self._send_file(source, name, opened)
@@ -192,13 +173,15 @@ class Sender:
         named = os.fsencode(path)
         checksum = sha256_of(opened.fd, lambda: False) if self.request.checksum else ""
         attributes = FileAttributes.of(status)
-        self.channel.send(File(number, source, name, named, size, data, on_mount, attributes, checksum))
+        self.channel.send(messages.File(number, source, name, named, size, data, on_mount, attributes, checksum))
         holes = stat.S_ISREG(status.st_mode) and data < size
         end = self._send_content(number, opened, size, holes=holes)
         self._outlet.await_reads()
         self.channel.send(end)
 
-    def _send_content(self, number: int, opened: OpenFile, size: int, *, holes: bool) -> End | Abandon:
+    def _send_content(
+        self, number: int, opened: OpenFile, size: int, *, holes: bool
+    ) -> messages.End | messages.Abandon:
         """Send the bytes of a file, and return what follows them."""
         checksum = RunningChecksum(verify=self.request.verify)
         done = data_end = 0
@@ -214,7 +197,7 @@ class Sender:
                 if holes and done == data_end:
                     start, data_end = entries.next_data(opened.fd, done)
                     if start > done:
-                        self.channel.send(Hole(start - done))
+                        self.channel.send(messages.Hole(start - done))
                         checksum.skip(start - done)
                         done = start
                         continue
@@ -222,14 +205,14 @@ class Sender:
             except ChannelError:
                 raise
             except OSError as error:
-                return Abandon(error.errno or errno.EIO, plain(text_of(error)))
+                return messages.Abandon(error.errno or errno.EIO, plain(text_of(error)))
             if not count:
-                return End(checksum.text)
+                return messages.End(checksum.text)
             checksum.update(buffer[:count])
             self._outlet.send(count)
             done += count
             self.moved(opened.entry.path, done)
-        return Abandon(errno.ECANCELED, "")
+        return messages.Abandon(errno.ECANCELED, "")
 
     def _write_in_place(self, opened: OpenFile, size: int, offset: int) -> int:
         """Write a file's memory into that of the receiver's file, and return the offset that is reached."""

@@ -310,11 +310,11 @@ class Alive(msgspec.Struct, tag=True):
     """The sender of this message is running."""
 
 
-_OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | FilesDone
+OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | FilesDone
 _OfReceiver: TypeAlias = FileResult | Deleted | Finished
 _OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free | InPlace | Window | Written
 _OfChain: TypeAlias = Lost | Notice | Moved
-Message: TypeAlias = HostHello | HostRequest | _OfSender | _OfReceiver | _OfNixl | _OfChain | Failed | Refused | Alive
+Message: TypeAlias = HostHello | HostRequest | OfSender | _OfReceiver | _OfNixl | _OfChain | Failed | Refused | Alive
 
 
 def plain(text: str) -> str:

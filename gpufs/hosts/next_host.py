@@ -7,41 +7,20 @@ import os
 import threading
 from contextlib import suppress
 from queue import Empty, Full, Queue
-from typing import Final, TypeAlias
+from typing import Final
 
 import msgspec
 
 from gpufs.exceptions import text_of
-from gpufs.hosts import names
+from gpufs.hosts import messages, names
 from gpufs.hosts.channel import CancelSignal, ChannelError, HostChannel, HostProtocolError, exchange
-from gpufs.hosts.messages import (
-    Abandon,
-    End,
-    Enter,
-    Failed,
-    File,
-    FileResult,
-    FilesDone,
-    Finished,
-    Free,
-    Hole,
-    HostRequest,
-    Leave,
-    Link,
-    Lost,
-    Measured,
-    Notice,
-    Plan,
-    plain,
-)
+from gpufs.hosts.messages import HostRequest, OfSender, plain
 from gpufs.hosts.outlet import Outlet
 from gpufs.hosts.peer import Peer, connected
 
 # Blocks of BLOCK_BYTES, or messages, that have been received and not sent yet.
 _QUEUED: Final = 4
 _POLL_SECONDS: Final = 0.1
-
-Passed: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | FilesDone
 
 
 class NextHost:
@@ -59,11 +38,11 @@ class NextHost:
         self._request = msgspec.structs.replace(request, destination=path, forward=forward)
         self._upstream = upstream
         self._cancel = cancel
-        self._queue: Queue[Passed | bytes] = Queue(_QUEUED)
+        self._queue: Queue[OfSender | bytes] = Queue(_QUEUED)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def pass_on(self, message: Passed | memoryview) -> None:
+    def pass_on(self, message: OfSender | memoryview) -> None:
         """Send a message, or bytes of a file, to the next machine. Nothing if that has failed."""
         item = bytes(message) if isinstance(message, memoryview) else message
         while self._thread.is_alive():
@@ -100,7 +79,7 @@ class NextHost:
 
     def _lose(self, number: int, text: str, name: str) -> None:
         if not self._cancel.cancelled:
-            self._tell(Lost(1, number, plain(text), os.fsencode(name)))
+            self._tell(messages.Lost(1, number, plain(text), os.fsencode(name)))
 
     def _write(self, channel: HostChannel, outlet: Outlet) -> None:
         while True:
@@ -112,24 +91,24 @@ class NextHost:
             if isinstance(item, bytes):
                 outlet.send_copy(item)
                 continue
-            if isinstance(item, (End, Abandon)):
+            if isinstance(item, (messages.End, messages.Abandon)):
                 outlet.await_reads()
             channel.send(item)
-            if isinstance(item, Plan):
+            if isinstance(item, messages.Plan):
                 outlet.choose(item.size)
-            elif isinstance(item, FilesDone):
+            elif isinstance(item, messages.FilesDone):
                 return
 
     def _read(self, peer: Peer, outlet: Outlet) -> None:
         try:
-            while not isinstance(message := peer.channel.receive(), Finished):
+            while not isinstance(message := peer.channel.receive(), messages.Finished):
                 match message:
-                    case Free() | Measured():
+                    case messages.Free() | messages.Measured():
                         outlet.take(message)
-                    case FileResult() | Failed() | Lost():
+                    case messages.FileResult() | messages.Failed() | messages.Lost():
                         message.hop += 1
                         self._tell(message)
-                    case Notice():
+                    case messages.Notice():
                         self._tell(message)
                     case _:
                         raise HostProtocolError("no result")
@@ -137,11 +116,11 @@ class NextHost:
             outlet.end()
 
     def _notice(self, text: str) -> None:
-        self._tell(Notice(plain(text)))
+        self._tell(messages.Notice(plain(text)))
 
     def _notice_of_peer(self, text: str) -> None:
         self._notice(f"{self._hosts[0]}: {text}")
 
-    def _tell(self, message: FileResult | Failed | Lost | Notice) -> None:
+    def _tell(self, message: messages.FileResult | messages.Failed | messages.Lost | messages.Notice) -> None:
         with suppress(ChannelError):  # then this copy ends anyway
             self._upstream.send(message)

@@ -12,28 +12,7 @@ import trio
 
 from gpufs import protocol, threads
 from gpufs._version import __version__
-from gpufs.protocol import (
-    Attach,
-    BringBack,
-    Cancel,
-    ClientMessage,
-    Copy,
-    Detach,
-    Done,
-    Hello,
-    Listen,
-    Park,
-    ProtocolError,
-    Refresh,
-    Register,
-    Request,
-    Revoke,
-    SetQuota,
-    Sleep,
-    Unregister,
-    Wake,
-    Welcome,
-)
+from gpufs.protocol import ClientMessage, ProtocolError, Request
 from gpufs.service import _checks
 from gpufs.service._channel import ClientChannel, ClientProcess
 from gpufs.service._client_copies import ClientCopies
@@ -133,14 +112,14 @@ class ClientConnection:
             scope.discard()
             if message is None:
                 return False
-            if not isinstance(message, Hello):
+            if not isinstance(message, protocol.Hello):
                 raise ProtocolError("the first message is not hello")
             if protocol.VERSION not in message.versions:
                 raise ProtocolError(f"only version {protocol.VERSION} is spoken here", errno.EPROTONOSUPPORT)
             channel.log(logging.DEBUG, "%r", message.program)
             driver = self._served.mount.engine.driver
             await channel.answer(
-                Welcome(protocol.VERSION, f"gpufs {__version__}", self._served.limits.requests, driver)
+                protocol.Welcome(protocol.VERSION, f"gpufs {__version__}", self._served.limits.requests, driver)
             )
         return True
 
@@ -149,12 +128,14 @@ class ClientConnection:
         text = "the daemon of the mount has died before it answered"
         for request in kept.unanswered:
             registered = request.id in self._registrations
-            if request.message is Unregister and registered:
+            if request.message is protocol.Unregister and registered:
                 await self._change(request, self._channel.new_scope(), self._registrations.remove(request.id))
                 continue
-            if request.message is Detach:
+            if request.message is protocol.Detach:
                 await self._leases.end(request.id)
-            done = request.message in (Detach, Unregister) or (request.message is Register and registered)
+            done = request.message in (protocol.Detach, protocol.Unregister) or (
+                request.message is protocol.Register and registered
+            )
             answer = request.message.answer
             await self._channel.answer(answer(request.id) if done else answer(request.id, errno.ECONNRESET, text))
             self._record.end(request)
@@ -200,53 +181,53 @@ class ClientConnection:
         It stays the caller's after a ProtocolError.
         """
         match message:
-            case Copy():
+            case protocol.Copy():
                 self._copies.accept(message, scope, nursery)
-            case Attach() | Refresh() | Detach() | Sleep() | Wake():
+            case protocol.Attach() | protocol.Refresh() | protocol.Detach() | protocol.Sleep() | protocol.Wake():
                 self._leases.accept(message, scope, nursery)
-            case Cancel():
+            case protocol.Cancel():
                 scope.discard()
                 self._copies.cancel(message.id)
-            case Register():
+            case protocol.Register():
                 await self._change(message, scope, self._registrations.add(message, scope))
-            case Unregister():
+            case protocol.Unregister():
                 await self._change(message, scope, self._registrations.remove(message.id))
-            case Park():
+            case protocol.Park():
                 nursery.start_soon(self._park, message, scope)
-            case BringBack():
+            case protocol.BringBack():
                 await self._change(message, scope, self._parking.bring_back(self._channel, scope.descriptors))
-            case Listen():
+            case protocol.Listen():
                 self._parking.listen(self._channel)
                 scope.discard()
-                await self._channel.answer(Done(message.id))
+                await self._channel.answer(protocol.Done(message.id))
                 self._record.end(message)
-            case Revoke():
+            case protocol.Revoke():
                 await self._change(message, scope, self._leases.revoke(scope.descriptors))
-            case SetQuota():
+            case protocol.SetQuota():
                 await self._change(message, scope, self._set_quota(message, scope.descriptors))
-            case Hello():
+            case protocol.Hello():
                 raise ProtocolError("a second hello")
             case _:
                 raise AssertionError(f"nothing serves {type(message).__name__}")
 
-    async def _park(self, message: Park, scope: RequestScope) -> None:
+    async def _park(self, message: protocol.Park, scope: RequestScope) -> None:
         async with self._channel.user.waits:
             await self._change(message, scope, self._parking.park(self._channel, scope.descriptors, message.wait))
 
     async def _change(self, request: Request | KeptRequest, scope: RequestScope, work: Awaitable[None]) -> None:
         """Do the work of a request and answer it with Done."""
-        answer = Done(request.id)
+        answer = protocol.Done(request.id)
         try:
             await work
         except OSError as failure:
             error = failure.errno or errno.EIO
-            answer = Done(request.id, error, protocol.shorten(failure.strerror or os.strerror(error)))
+            answer = protocol.Done(request.id, error, protocol.shorten(failure.strerror or os.strerror(error)))
         finally:
             scope.discard()
         await self._channel.answer(answer)
         self._record.end(request)
 
-    async def _set_quota(self, message: SetQuota, descriptors: Sequence[Descriptor]) -> None:
+    async def _set_quota(self, message: protocol.SetQuota, descriptors: Sequence[Descriptor]) -> None:
         ino = _checks.check_limitable(descriptors, self._channel.peer.uid, self._served.st_dev)
         self._served.set_limit(ino, message.uid, message.limit)
         self._channel.log(logging.INFO, "%s", message)
