@@ -10,21 +10,10 @@ from typing import Any
 
 import click
 
+from gpufs.cli import _tensors
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, json_text, table
-from gpufs.cli._tensors import (
-    Part,
-    Tensor,
-    TensorFiles,
-    finite,
-    first_element,
-    given_type,
-    index_of,
-    map_blocks,
-    reported,
-    split,
-    type_options,
-)
+from gpufs.cli._tensors import Part, Tensor, TensorFiles
 from gpufs.formats.element_types import named
 from gpufs.formats.elements import Difference, compare, is_numeric
 from gpufs.formats.layout import GivenType, TensorPlace
@@ -34,7 +23,7 @@ from gpufs.formats.safetensors import PADDING_NAME
 @click.command(name="diff")
 @click.argument("first", metavar="A", shell_complete=complete_files)
 @click.argument("second", metavar="B", shell_complete=complete_files)
-@type_options
+@_tensors.type_options
 @click.option("-v", "--verbose", is_flag=True, help="Print tensors that are equal, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def command(first: str, second: str, dtype: str | None, shape: str | None, verbose: bool, as_json: bool) -> int:
@@ -46,11 +35,11 @@ def command(first: str, second: str, dtype: str | None, shape: str | None, verbo
     order of the tensors and the metadata do not matter. cmp(1) compares other files. Exit codes: 0 equal, 1 different,
     2 trouble.
     """
-    given = given_type(dtype, shape)
+    given = _tensors.given_type(dtype, shape)
     with ExitStack() as opened:
         pair = []
         for name in (first, second):
-            opened.enter_context(reported(name, 2))
+            opened.enter_context(_tensors.reported(name, 2))
             pair.append(opened.enter_context(_opened(name, given)))
         ours, theirs = pair
         for files in pair:
@@ -75,7 +64,7 @@ def command(first: str, second: str, dtype: str | None, shape: str | None, verbo
 
 
 def _opened(name: str, given: GivenType | None) -> TensorFiles:
-    with reported(name, 2):
+    with _tensors.reported(name, 2):
         return TensorFiles(name, given)
 
 
@@ -110,20 +99,22 @@ def _compare_tensors(ours: TensorFiles, theirs: TensorFiles) -> list[dict[str, A
             return Difference()
         first, second = (file.read(place.offset + part.start, part.size) for file, place in pairs[part.number])
         place = pairs[part.number][0].place
-        return compare(place.dtype, place.bits, first, second, start=first_element(place, part.start))
+        return compare(place.dtype, place.bits, first, second, start=_tensors.first_element(place, part.start))
 
     parts = (
         part
         for number, (tensor, _) in enumerate(pairs)
-        for part in split(number, tensor.place, partial(next_data, number))
+        for part in _tensors.split(number, tensor.place, partial(next_data, number))
     )
-    for number, difference in map_blocks(parts, work):
+    for number, difference in _tensors.map_blocks(parts, work):
         differences[number] += difference
     for (tensor, _), difference in zip(pairs, differences, strict=True):
         if difference.elements:
             place = tensor.place
             found[place.name] = _described(place, difference)
-            found[place.name]["max_abs_difference"] = finite(difference.largest if is_numeric(place.dtype) else None)
+            found[place.name]["max_abs_difference"] = _tensors.finite(
+                difference.largest if is_numeric(place.dtype) else None
+            )
     for name in unmatched:
         found[name] = {"difference": "missing", "in": "B"}
     return [{"name": name, **what} for name, what in found.items()]
@@ -147,7 +138,7 @@ def _described(place: TensorPlace, difference: Difference) -> dict[str, Any]:
         "difference": "elements",
         "elements": elements,
         "differing": difference.elements,
-        "first": [difference.first] if of_blocks else index_of(place, difference.first),
+        "first": [difference.first] if of_blocks else _tensors.index_of(place, difference.first),
     }
 
 

@@ -6,22 +6,10 @@ from typing import Any, Final
 
 import click
 
+from gpufs.cli import _tensors
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import Failure, complain, json_text, printable, table
-from gpufs.cli._tensors import (
-    REGISTERED,
-    Part,
-    TensorFiles,
-    finite,
-    first_element,
-    given_type,
-    index_of,
-    map_blocks,
-    reported,
-    shape_text,
-    split,
-    type_options,
-)
+from gpufs.cli._tensors import Part, TensorFiles
 from gpufs.formats.elements import Summary, is_numeric, summarize, unit_bytes
 from gpufs.units import bytes_text
 
@@ -34,7 +22,7 @@ _LINE_BYTES: Final = 16
 @click.option("--stats", is_flag=True, help="Add minimum, maximum and mean, and count NaN and infinite elements.")
 @click.option("--nan", "only_nan", is_flag=True, help="Show only tensors with NaN, with the index of the first one.")
 @click.option("--checksum", is_flag=True, help="Print the SHA-256 of each file as sha256sum does.")
-@type_options
+@_tensors.type_options
 @click.option(
     "--json", "as_json", is_flag=True, help="Print a JSON object, or a list for several FILEs. Sizes are in bytes."
 )
@@ -55,13 +43,13 @@ def command(
     formats are shown with their size and first bytes. --stats, --nan and --checksum read whole files, in blocks, and
     allocate no memory on a GPU. Minimum, maximum and mean are those of the finite elements.
     """
-    given = given_type(dtype, shape)
+    given = _tensors.given_type(dtype, shape)
     stats = stats or only_nan
     reports: list[dict[str, Any]] = []
     code = 0
     for place, name in enumerate(names):
         try:
-            with reported(name, 1), TensorFiles(name, given) as files:
+            with _tensors.reported(name, 1), TensorFiles(name, given) as files:
                 summaries = _summaries(files) if stats else []
                 described = _described(files)
                 if only_nan:
@@ -112,7 +100,7 @@ def _summaries(files: TensorFiles) -> list[Summary | None]:
         file, place = tensors[part.number]
         if not part.hole:
             block = file.read(place.offset + part.start, part.size)
-            return summarize(place.dtype, block, first_element(place, part.start))
+            return summarize(place.dtype, block, _tensors.first_element(place, part.start))
         unit = unit_bytes(place.bits)
         return summarize(place.dtype, bytes(unit)).times(part.size // unit)
 
@@ -120,9 +108,9 @@ def _summaries(files: TensorFiles) -> list[Summary | None]:
         part
         for number, (file, place) in enumerate(tensors)
         if summaries[number] is not None
-        for part in split(number, place, file.next_data)
+        for part in _tensors.split(number, place, file.next_data)
     )
-    for number, summary in map_blocks(numeric, work):
+    for number, summary in _tensors.map_blocks(numeric, work):
         summaries[number] = (summaries[number] or Summary()) + summary
     return summaries
 
@@ -164,10 +152,10 @@ def _as_dict(files: TensorFiles, summaries: list[Summary | None], digests: list[
             tensor["stats"] = summary and {
                 "min": summary.minimum,
                 "max": summary.maximum,
-                "mean": finite(summary.mean),
+                "mean": _tensors.finite(summary.mean),
                 "nan": summary.nan,
                 "inf": summary.inf,
-                "first_nan": None if summary.first_nan is None else index_of(place, summary.first_nan),
+                "first_nan": None if summary.first_nan is None else _tensors.index_of(place, summary.first_nan),
             }
     return report
 
@@ -182,7 +170,7 @@ def _print(files: TensorFiles, described: str, summaries: list[Summary | None], 
         for offset in range(0, min(_FIRST_BYTES, file.size), _LINE_BYTES):
             print(_dump_line(offset, bytes(file.read(offset, min(_LINE_BYTES, file.size - offset)))))
         return
-    several = len(files.files) > 1 and files.format != REGISTERED
+    several = len(files.files) > 1 and files.format != _tensors.REGISTERED
     headers = ["NAME", "DTYPE", "SHAPE"]
     headers += ["NAN", "FIRST"] if only_nan else ["BYTES", "OFFSET"]
     if summaries and not only_nan:
@@ -192,12 +180,12 @@ def _print(files: TensorFiles, described: str, summaries: list[Summary | None], 
         headers.append("FILE")
     rows = []
     for number, (file, place) in enumerate(files.tensors):
-        row = [place.name, place.dtype, shape_text(place)]
+        row = [place.name, place.dtype, _tensors.shape_text(place)]
         summary = summaries[number] if summaries else None
         if only_nan:
             assert summary is not None
             assert summary.first_nan is not None
-            row += [str(summary.nan), str(index_of(place, summary.first_nan))]
+            row += [str(summary.nan), str(_tensors.index_of(place, summary.first_nan))]
         else:
             row += [str(place.bytes), str(place.offset)]
             if summaries:
@@ -210,10 +198,10 @@ def _print(files: TensorFiles, described: str, summaries: list[Summary | None], 
 def _described(files: TensorFiles) -> str:
     if files.format == "raw":
         (tensor,) = files.tensors
-        return f"{'registered' if files.registered else 'raw'} {tensor.place.dtype} {shape_text(tensor.place)}"
+        return f"{'registered' if files.registered else 'raw'} {tensor.place.dtype} {_tensors.shape_text(tensor.place)}"
     if not files.has_tensors:
         return "data" if files.kind is None else f"{files.kind.name} ({files.reason or files.kind.remedy})"
-    shards = f", files: {len(files.files)}" if len(files.files) > 1 and files.format != REGISTERED else ""
+    shards = f", files: {len(files.files)}" if len(files.files) > 1 and files.format != _tensors.REGISTERED else ""
     return f"{files.format}{shards}, tensors: {len(files.tensors)}"
 
 

@@ -13,17 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gpufs.formats import FormatError
-from gpufs.formats.safetensors import (
-    DATA_ALIGNMENT,
-    LENGTH_BYTES,
-    MAX_HEADER_BYTES,
-    RELEASED_KEY,
-    build_header,
-    header_bytes,
-    parse_header,
-    parse_json,
-)
+from gpufs.formats import FormatError, safetensors
 from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.integrations._sharing import Loaded, ModelServer, is_on_mount
 from gpufs.torch._tensor_file import TensorFile
@@ -95,14 +85,16 @@ def _identity(path: str) -> list[Any]:
 def _identity_before(path: str) -> list[Any] | None:
     """Return the identity that a file had before it freed its tensors; None if it has them."""
     size = os.stat(path).st_size
-    if size % DATA_ALIGNMENT or size > LENGTH_BYTES + MAX_HEADER_BYTES:
+    if size % safetensors.DATA_ALIGNMENT or size > safetensors.LENGTH_BYTES + safetensors.MAX_HEADER_BYTES:
         return None  # as of nearly all files with tensors: these are not read
     try:
         with open(path, "rb", buffering=0) as file:
-            length = header_bytes(file.read(LENGTH_BYTES), size)
-            if LENGTH_BYTES + length < size:
+            length = safetensors.header_bytes(file.read(safetensors.LENGTH_BYTES), size)
+            if safetensors.LENGTH_BYTES + length < size:
                 return None
-            identity = parse_json(parse_json(file.read(length).decode())["__metadata__"][RELEASED_KEY])
+            identity = safetensors.parse_json(
+                safetensors.parse_json(file.read(length).decode())["__metadata__"][safetensors.RELEASED_KEY]
+            )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # the server reports what is wrong with it
     return identity if type(identity) is list else None
@@ -118,11 +110,11 @@ def _free_tensors(path: Path, identity: list[Any]) -> int:
     if status.st_uid != os.geteuid():
         raise FormatError(f"{path} belongs to user {status.st_uid}")
     with path.open("rb", buffering=0) as file:
-        length = header_bytes(file.read(LENGTH_BYTES), status.st_size)
-        header = parse_header(file.read(length), status.st_size - LENGTH_BYTES - length)
-    metadata = {**(header.metadata or {}), RELEASED_KEY: json.dumps(identity)}
+        length = safetensors.header_bytes(file.read(safetensors.LENGTH_BYTES), status.st_size)
+        header = safetensors.parse_header(file.read(length), status.st_size - safetensors.LENGTH_BYTES - length)
+    metadata = {**(header.metadata or {}), safetensors.RELEASED_KEY: json.dumps(identity)}
     with TensorFile(path) as new:
-        new.write(build_header(header.entries.items(), metadata))
+        new.write(safetensors.build_header(header.entries.items(), metadata))
         if _identity(str(path)) != identity:
             raise FormatError(f"{path} has changed since it was loaded")
         new.take_name()

@@ -13,25 +13,13 @@ import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 
+from gpufs.integrations import _sharing
 from gpufs.integrations._checkpoint import ModelFiles, release
 from gpufs.integrations._module_state import ModuleState
 from gpufs.integrations._shared_weights import Phases, SharedWeights
-from gpufs.integrations._sharing import (
-    RELOAD_REFUSED,
-    LoaderSettings,
-    ModelServer,
-    NoDirectoryError,
-    check_sleep,
-    device_directory,
-    get_model,
-    is_on_mount,
-    private_pieces,
-    refuse_reload,
-    weights_label,
-)
 from gpufs.torch import load_file
 
-pieces, _MISSING = private_pieces("_sglang_pieces")
+pieces, _MISSING = _sharing.private_pieces("_sglang_pieces")
 logger = logging.getLogger(__name__)
 
 
@@ -43,7 +31,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """
 
     def __init__(self, load_config: Any) -> None:
-        self._settings = LoaderSettings(load_config.model_loader_extra_config)
+        self._settings = _sharing.LoaderSettings(load_config.model_loader_extra_config)
         # What SGLang has changed in the model besides its weights: what can be noted, and a name of what cannot.
         self._attributes: dict[str, Any] = {}
         self._changed: str | None = None
@@ -61,7 +49,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         phases = Phases()
         checkpoint, shared = self._find_shared(model_config, device_config)
         if sleeps:
-            check_sleep("--enable-memory-saver", shared)
+            _sharing.check_sleep("--enable-memory-saver", shared)
         phases.end("find the file")
 
         def load() -> torch.nn.Module:
@@ -69,7 +57,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 checkpoint.check(shared)
             return load_own()  # type: ignore[no-any-return]
 
-        server = ModelServer(
+        server = _sharing.ModelServer(
             logger=logger,
             load=load,
             build=partial(pieces.build, phases, self.load_config, model_config),
@@ -82,13 +70,13 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             sleeps=sleeps,
             phases=phases,
         )
-        loaded = get_model(server, shared)
+        loaded = _sharing.get_model(server, shared)
         if not self._settings.keep_checkpoint:
             release(server, loaded, checkpoint, pieces.reason_to_keep_checkpoint())
         self.preloaded_weights_bytes = loaded.preloaded_bytes
         if loaded.shared is not None:
-            refuse_reload(loaded.model)
-            setattr(loaded.model, pieces.REASON_AGAINST_CHANGES, RELOAD_REFUSED)
+            _sharing.refuse_reload(loaded.model)
+            setattr(loaded.model, pieces.REASON_AGAINST_CHANGES, _sharing.RELOAD_REFUSED)
             if sleeps:
                 pieces.sleep_with_memory_saver(loaded.model)
         return loaded.model
@@ -102,14 +90,14 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             if reason is None:
                 name = device_config.device
                 device = torch.device(name if name == "cpu" else f"{name}:{device_config.gpu_id}")
-                directory = device_directory(device, model_config.model_path, self._settings.mount)
+                directory = _sharing.device_directory(device, model_config.model_path, self._settings.mount)
                 _, files, _ = self._prepare_weights(model_config.model_path, model_config.revision, False)
                 checkpoint = ModelFiles(files)
                 key = pieces.weights_key(model_config, self.load_config, [*checkpoint.identities.values()])
                 draft = model_config.is_draft_model
-                label = weights_label(model_config.model_path, "sglang", key, ("pp", "tp"), is_draft=draft)
+                label = _sharing.weights_label(model_config.model_path, "sglang", key, ("pp", "tp"), is_draft=draft)
                 return checkpoint, SharedWeights(directory, "sglang", label, key, self._settings.trusted)
-        except NoDirectoryError as error:
+        except _sharing.NoDirectoryError as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001  SGLang's pieces are private and may fail in any way
             reason = repr(error)
@@ -134,7 +122,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if source.model_config is not None:
             index_file = "model.safetensors.index.json"
             files = maybe_add_mtp_safetensors(files, folder, index_file, source.model_config.hf_config)
-        if not all(is_on_mount(file) for file in files):
+        if not all(_sharing.is_on_mount(file) for file in files):
             return super()._get_weights_iterator(source, **named)  # type: ignore[no-any-return]
         if not self.counter_before_loading_weights:  # of the first source
             self.counter_before_loading_weights: float = time.perf_counter()

@@ -14,26 +14,13 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from gpufs.integrations import _sharing
 from gpufs.integrations._checkpoint import ModelFiles, release
 from gpufs.integrations._shared_weights import Phases, SharedWeights
-from gpufs.integrations._sharing import (
-    SLEEP_REFUSED,
-    LoaderSettings,
-    ModelServer,
-    NoDirectoryError,
-    check_sleep,
-    device_directory,
-    get_model,
-    is_on_mount,
-    open_weights,
-    private_pieces,
-    refuse_reload,
-    weights_label,
-)
 from gpufs.torch import load_file
 from gpufs.torch._module import named_tensors
 
-pieces, _MISSING = private_pieces("_vllm_pieces")
+pieces, _MISSING = _sharing.private_pieces("_vllm_pieces")
 logger = init_logger("vllm.gpufs")
 
 
@@ -45,7 +32,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """
 
     def __init__(self, load_config: Any) -> None:
-        self._settings = LoaderSettings(load_config.model_loader_extra_config)
+        self._settings = _sharing.LoaderSettings(load_config.model_loader_extra_config)
         self._elements: dict[str, int] = {}  # of each tensor before vLLM processes it
         self._helpers: Any = None  # as they were then
         # The default loader finds the files, and knows only its own formats and keys.
@@ -58,7 +45,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         backend = getattr(model_config, "sleep_mode_backend", None)
         if self._settings.share and model_config.enable_sleep_mode and backend != "gpufs":
             remedy = "add --sleep-mode-backend gpufs (vLLM 0.33), and mount with --host-memory; or start "
-            raise ValueError(SLEEP_REFUSED.format(option="--enable-sleep-mode", remedy=remedy))
+            raise ValueError(_sharing.SLEEP_REFUSED.format(option="--enable-sleep-mode", remedy=remedy))
         if self._settings.share and pieces is None:
             logger.warning("The engine loads weights of its own: this vLLM shares none (%s)", _MISSING)
         if not self._settings.share or pieces is None:
@@ -66,7 +53,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         phases = Phases()
         checkpoint, shared = self._find_shared(vllm_config, model_config)
         if model_config.enable_sleep_mode:
-            check_sleep("--enable-sleep-mode", shared)
+            _sharing.check_sleep("--enable-sleep-mode", shared)
         phases.end("find the file")
 
         def load() -> torch.nn.Module:
@@ -74,7 +61,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 checkpoint.check(shared)
             return load_own()  # type: ignore[no-any-return]
 
-        server = ModelServer(
+        server = _sharing.ModelServer(
             logger=logger,
             load=load,
             build=partial(pieces.build, phases, *arguments),
@@ -87,12 +74,12 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             sleeps=bool(model_config.enable_sleep_mode),
             phases=phases,
         )
-        loaded = get_model(server, shared)
+        loaded = _sharing.get_model(server, shared)
         self._helpers = None
         if not self._settings.keep_checkpoint:
             release(server, loaded, checkpoint, pieces.reason_to_keep_checkpoint(vllm_config))
         if loaded.shared is not None:
-            refuse_reload(loaded.model)
+            _sharing.refuse_reload(loaded.model)
         return loaded.model
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
@@ -104,7 +91,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         total = 0
         for model_config in configs:
             _, shared = self._find_shared(vllm_config, model_config)
-            weights = open_weights(shared, verify=False) if shared is not None else None
+            weights = _sharing.open_weights(shared, verify=False) if shared is not None else None
             if weights is not None and not weights.private:
                 total += weights.bytes
         if total:
@@ -121,13 +108,15 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if reason is None:
             try:
                 device = torch.device(self.load_config.device or vllm_config.device_config.device)
-                directory = device_directory(device, model_config.model, self._settings.mount)
+                directory = _sharing.device_directory(device, model_config.model, self._settings.mount)
                 _, files, *_ = self._prepare_weights(model_config.model, None, model_config.revision, False, None)
                 checkpoint = ModelFiles(files)
                 key = pieces.weights_key(vllm_config, model_config, [*checkpoint.identities.values()])
-                label = weights_label(model_config.model, "vllm", key, ("dp", "pp", "tp"), is_draft=key["is_draft"])
+                label = _sharing.weights_label(
+                    model_config.model, "vllm", key, ("dp", "pp", "tp"), is_draft=key["is_draft"]
+                )
                 return checkpoint, SharedWeights(directory, "vllm", label, key, self._settings.trusted)
-            except NoDirectoryError as error:
+            except _sharing.NoDirectoryError as error:
                 reason = str(error)
             except Exception as error:  # noqa: BLE001  vLLM's pieces are private and may fail in any way
                 reason = repr(error)
@@ -155,7 +144,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             False,  # no .pt files
             source.allow_patterns_overrides,
         )
-        if not all(is_on_mount(file) for file in files):
+        if not all(_sharing.is_on_mount(file) for file in files):
             return super()._get_weights_iterator(source)  # type: ignore[no-any-return]
         if not self.counter_before_loading_weights:  # of the first source
             self.counter_before_loading_weights: float = time.perf_counter()

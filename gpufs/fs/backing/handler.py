@@ -11,18 +11,10 @@ from typing import Final
 
 from gpufs import syscalls
 from gpufs.engine import Attributes, Mount
+from gpufs.fs.backing import open_files
 from gpufs.fs.backing.calls import HostCalls, with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
-from gpufs.fs.backing.open_files import (
-    SET_ID,
-    UNNAMED,
-    OpenDirectory,
-    OpenFiles,
-    OpenHostFile,
-    changes,
-    close_quietly,
-    new_mode,
-)
+from gpufs.fs.backing.open_files import OpenFiles
 from gpufs.fs.requests import ROOT_INODE, Caller, Changes, Handles, InodeReply, Listing, Opened, Replies
 from gpufs.syscalls import os_error
 
@@ -37,7 +29,7 @@ def _truncate(node: BackingNode, size: int) -> None:
     try:
         os.ftruncate(fd, size)
     finally:
-        close_quietly(fd)
+        open_files.close_quietly(fd)
 
 
 def _file_system_status(fd: int) -> bytes:
@@ -55,7 +47,7 @@ def _change_mode(node: BackingNode, wanted: int) -> None:
     now = stat.S_IMODE(os.fstat(node.fd).st_mode)
     if wanted == now:
         return
-    if wanted | (now & SET_ID) == now:
+    if wanted | (now & open_files.SET_ID) == now:
         with with_daemons_rights():
             os.chmod(node.link, wanted)
     else:
@@ -163,7 +155,7 @@ class BackingHandler:
 
     def _adopt(self, opened: Found, parent: BackingNode, name: bytes) -> InodeReply:
         """Return the reply that gives the kernel one more reference; takes the descriptor over."""
-        node = self._inodes.meet(opened, parent.share, None if name == UNNAMED else (parent.ino, name))
+        node = self._inodes.meet(opened, parent.share, None if name == open_files.UNNAMED else (parent.ino, name))
         node.lookups += 1
         return self.replies.host_entry(node.ino, opened[1])
 
@@ -234,14 +226,17 @@ class BackingHandler:
         umask = caller.umask
 
         def make(parent: BackingNode) -> None:
-            os.mknod(name, stat.S_IFMT(mode) | new_mode(parent, mode, umask), rdev, dir_fd=parent.fd)
+            os.mknod(name, stat.S_IFMT(mode) | open_files.new_mode(parent, mode, umask), rdev, dir_fd=parent.fd)
 
         return await self._make(parent_inode, name, caller, make)
 
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, caller: Caller) -> InodeReply:
         umask = caller.umask
         return await self._make(
-            parent_inode, name, caller, lambda parent: os.mkdir(name, new_mode(parent, mode, umask), dir_fd=parent.fd)
+            parent_inode,
+            name,
+            caller,
+            lambda parent: os.mkdir(name, open_files.new_mode(parent, mode, umask), dir_fd=parent.fd),
         )
 
     async def symlink(self, parent_inode: int, name: bytes, target: bytes, caller: Caller) -> InodeReply:
@@ -307,7 +302,7 @@ class BackingHandler:
         mode, uid, gid = asked.mode, asked.uid, asked.gid
         size, atime, mtime = asked.size, asked.atime, asked.mtime
         opened = self._handles.get(fh)
-        open_fd = opened.fd if isinstance(opened, OpenHostFile) else None
+        open_fd = opened.fd if isinstance(opened, open_files.OpenHostFile) else None
 
         def change() -> None:
             if mode is not None and size is not None:
@@ -328,7 +323,7 @@ class BackingHandler:
                 wanted = stat.S_IMODE(mode)
                 if uid is not None or gid is not None:
                     # The kernel's idea of the set-id bits that a new owner leaves; the host has removed them itself.
-                    wanted &= os.fstat(node.fd).st_mode | ~SET_ID
+                    wanted &= os.fstat(node.fd).st_mode | ~open_files.SET_ID
                 _change_mode(node, wanted)
             if atime is not None or mtime is not None:
                 now = os.fstat(node.fd)
@@ -380,7 +375,7 @@ class BackingHandler:
     # ---- opening ----
 
     async def open(self, inode: int, flags: int, caller: Caller) -> int:
-        node = self._changeable(inode) if changes(flags) else self._node(inode)
+        node = self._changeable(inode) if open_files.changes(flags) else self._node(inode)
         return await self._files.open(node, flags, caller)
 
     async def opendir(self, inode: int, caller: Caller) -> int:
@@ -394,5 +389,5 @@ class BackingHandler:
         node.users += 1
         above = self.replies.entry(node.ino, stat.S_IFDIR)
         return self._handles.add(
-            OpenDirectory(node, fd, caller.uid, self._calls, count, above, self._adopt, self.forget)
+            open_files.OpenDirectory(node, fd, caller.uid, self._calls, count, above, self._adopt, self.forget)
         )
