@@ -26,23 +26,9 @@ from sglang.srt.weight_cache.ipc_loader import IpcModelLoader
 from sglang.srt.weight_cache.protocol import is_ipc_quant_supported
 
 from gpufs.integrations._module_state import set_attributes
-from gpufs.integrations._sglang_sleep import sleep_with_memory_saver
+from gpufs.integrations._sglang_sleep import sleep_with_memory_saver as sleep_with_memory_saver
 from gpufs.integrations._shared_weights import OpenWeights, Phases, fill
 from gpufs.integrations._sharing import device_name
-
-__all__ = [
-    "REASON_AGAINST_CHANGES",
-    "build",
-    "obstacle",
-    "ranks",
-    "reason_against",
-    "reason_to_keep_checkpoint",
-    "rebind",
-    "restored_on_failure",
-    "sleep_with_memory_saver",
-    "uses_memory_saver",
-    "weights_key",
-]
 
 # An attribute of a module: why its weights cannot be changed. SGLang answers requests to change them with this text.
 REASON_AGAINST_CHANGES = "_derived_weight_cache_error"

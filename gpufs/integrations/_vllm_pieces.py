@@ -41,17 +41,6 @@ from gpufs.integrations._module_state import HelperState, missing, set_attribute
 from gpufs.integrations._shared_weights import OpenWeights, Phases, fill
 from gpufs.integrations._sharing import device_name
 
-__all__ = [
-    "build",
-    "helpers",
-    "notes",
-    "obstacle",
-    "reason_against",
-    "reason_to_keep_checkpoint",
-    "restored_on_failure",
-    "weights_key",
-]
-
 
 def obstacle(vllm_config: Any) -> str | None:
     """Return why weights of an engine with these settings cannot be shared, None if they can."""
