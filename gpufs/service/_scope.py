@@ -54,16 +54,11 @@ class RequestScope:
 
     The number of a user's messages whose descriptors are open here is limited: closing the last descriptor of a
     message frees its place. One thread at a time uses what is held.
-
-    Attributes
-    ----------
-    descriptors
-        Those that came with the message, in order.
     """
 
     def __init__(self, user: User, may_hang: trio.CapacityLimiter) -> None:
         """``may_hang``: limits the threads of the connection that files of the client may block."""
-        self.descriptors: list[Descriptor] = []
+        self.descriptors: list[Descriptor] = []  # that came with the message, in order
         self._user = user
         self._may_hang = may_hang
         self._token = trio.lowlevel.current_trio_token()

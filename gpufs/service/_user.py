@@ -84,39 +84,21 @@ class Both:
 
 
 class User:
-    """The share of one user. Only the trio thread uses it; it lives as long as something of its share is in use.
-
-    Attributes
-    ----------
-    turns
-        Requests that the loop works on at a time; the others wait, so that they do not delay other users.
-    threads
-        Threads that the files of this user's copies may block.
-    waits
-        Requests to park files that wait for programs of the user, each in turn. They hold no turn of the above: these
-        programs need turns to go to sleep.
-    calls
-        Threads for what is about the mount's own files and memory.
-    closers
-        Threads that close what came with messages.
-    places
-        Messages whose descriptors are open here.
-    pieces
-        For the registration whose pieces of memory are open here: one at a time, so that few are.
-    ends
-        Threads that end leases and registrations of closed connections, which must not wait for the other kinds.
-    """
+    """The share of one user. Only the trio thread uses it; it lives as long as something of its share is in use."""
 
     def __init__(self, uid: int, limits: Limits) -> None:
         shares = _PRIVILEGED_SHARES if trusted(uid) else 1
+        # Requests that the loop works on at a time; the others wait, so that they do not delay other users.
         self.turns = trio.CapacityLimiter(limits.turns * shares)
+        # Requests to park files that wait for programs of the user, which need turns of the above to go to sleep.
         self.waits = trio.CapacityLimiter(limits.turns * shares)
-        self.threads = trio.CapacityLimiter(limits.threads_per_user * shares)
-        self.calls = trio.CapacityLimiter(limits.turns * shares)
+        self.threads = trio.CapacityLimiter(limits.threads_per_user * shares)  # that files of copies may block
+        self.calls = trio.CapacityLimiter(limits.turns * shares)  # threads for the mount's own files and memory
+        # Threads that end leases and registrations of closed connections, which must not wait for the other kinds.
         self.ends = trio.CapacityLimiter(limits.ends_per_user)
-        self.closers = trio.CapacityLimiter(limits.closers_per_user * shares)
-        self.places = trio.Semaphore(limits.messages_per_user())
-        self.pieces = trio.Semaphore(1)
+        self.closers = trio.CapacityLimiter(limits.closers_per_user * shares)  # threads for what came with messages
+        self.places = trio.Semaphore(limits.messages_per_user())  # messages whose descriptors are open here
+        self.pieces = trio.Semaphore(1)  # registrations whose pieces of memory are open here: so few are
 
     def start(self, limiter: trio.CapacityLimiter, work: Callable[[], None]) -> None:
         """Run work that raises nothing on a thread of one of the kinds above. Nobody waits for it."""
