@@ -16,7 +16,7 @@ from gpufs.cli._output import Failure, json_text, table
 from gpufs.cli._tensors import Part, Tensor, TensorFiles
 from gpufs.formats.element_types import named
 from gpufs.formats.elements import Difference, compare, is_numeric
-from gpufs.formats.layout import GivenType, TensorPlace
+from gpufs.formats.layout import TensorPlace
 from gpufs.formats.safetensors import PADDING_NAME
 
 
@@ -40,7 +40,7 @@ def command(first: str, second: str, dtype: str | None, shape: str | None, verbo
         pair = []
         for name in (first, second):
             opened.enter_context(_tensors.reported(name, 2))
-            pair.append(opened.enter_context(_opened(name, given)))
+            pair.append(opened.enter_context(TensorFiles(name, given)))
         ours, theirs = pair
         for files in pair:
             if files.reason is not None:
@@ -61,11 +61,6 @@ def command(first: str, second: str, dtype: str | None, shape: str | None, verbo
             _print(shown)
         sys.stdout.flush()  # a failure of the output is trouble, too
     return 1 if differing else 0
-
-
-def _opened(name: str, given: GivenType | None) -> TensorFiles:
-    with _tensors.reported(name, 2):
-        return TensorFiles(name, given)
 
 
 def _by_name(files: TensorFiles) -> dict[str, Tensor]:

@@ -104,22 +104,19 @@ def _row(
         files = {(each.st_dev, each.st_ino): each for _, each in below}
         names = {(each.st_dev, each.st_ino): name for name, each in below}
     used = [lease for file in files for lease in leases.get(file, ())]
+    has_host_memory = os.path.isdir(os.path.join(entry.mountpoint, "host0"))
     return {
         "path": path,
         "type": "file" if is_file else "directory",
         "device": first if first.startswith(DEVICE_DIRECTORIES) else None,
         "size": sum(each.st_size for each in files.values()),
         "held_bytes": sum(map(held_bytes, files.values())),
-        "parked_bytes": sum(map(_parked, names.values())) if _has_host_memory(entry) else 0,
+        "parked_bytes": sum(map(_parked, names.values())) if has_host_memory else 0,
         "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in used],
         "last_use": max(status.st_atime, status.st_mtime),
         "uid": status.st_uid,
         "owner": user_name(status.st_uid),
     }
-
-
-def _has_host_memory(entry: mounting.MountEntry) -> bool:
-    return os.path.isdir(os.path.join(entry.mountpoint, "host0"))
 
 
 def _parked(path: str) -> int:

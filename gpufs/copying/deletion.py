@@ -13,7 +13,7 @@ from gpufs import mounting
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.entries import Entry, is_inside
 from gpufs.copying.types import TreeOptions
-from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
+from gpufs.copying.walk import Step, Steps, selected, walk_files
 
 # The kinds of a source's files and directories, by their paths below it.
 Names: TypeAlias = Mapping[str, Literal["file", "directory"]]
@@ -65,7 +65,7 @@ def delete_others(
     if mounting.is_root(base.path):
         raise OSError(errno.EINVAL, "nothing is deleted in the root of a mount: name a directory in it", base.path)
     gone: set[str] = set()  # their paths
-    steps = walk_files(base, _reported(report), recursive=True, dereference=False)
+    steps = walk_files(base, lambda path, error: report.failed(path, None, error), recursive=True, dereference=False)
     with closing(selected(steps, options.include, options.exclude)) as steps:
         for step in steps:
             if cancel.cancelled:
@@ -93,7 +93,3 @@ def _delete_unless_named(step: Step, names: Names, gone: set[str], *, dry_run: b
         return all(os.path.join(folder.path, name) in gone for name in os.listdir(folder.path))
     os.rmdir(os.path.basename(folder.below), dir_fd=folder.parent.fd)
     return True
-
-
-def _reported(report: DeletionReport) -> Fail:
-    return lambda path, error: report.failed(path, None, error)

@@ -378,7 +378,8 @@ class Restore(SavedFiles):
         entries.preserve(target, given._replace(st_mode=kind | given.st_mode))
         if not write_xattrs(target, record.xattrs, trusted=trusted):
             self._count("extended attributes")
-        if _owner(target) != (record.uid, record.gid):
+        status = os.stat(target)
+        if (status.st_uid, status.st_gid) != (record.uid, record.gid):
             self._count("owners")
 
     def _count(self, kind: str) -> None:
@@ -432,11 +433,6 @@ class Restore(SavedFiles):
             self._count("owners")  # a directory of another user's, which was there before
         except OSError as error:
             self.report.failed(self._end(path), None, error)
-
-
-def _owner(target: int | str) -> tuple[int, int]:
-    status = os.stat(target)
-    return status.st_uid, status.st_gid
 
 
 def _open_below(directory: int, path: str, *, create: Callable[[int], None] | None = None) -> int:

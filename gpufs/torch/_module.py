@@ -246,7 +246,8 @@ def _compute_buffers(
         if initialize is None or next(owner.parameters(recurse=False), None) is not None:
             continue
         before = {name: owner.get_buffer(name) for name in listed}
-        values = {name: _unset(value) for name, value in before.items()}
+        # In host memory, with a value that no computed buffer has.
+        values = {name: torch.full_like(value, _mark(value.dtype), device="cpu") for name, value in before.items()}
         try:
             for name, value in values.items():
                 setattr(owner, name, value)
@@ -259,11 +260,6 @@ def _compute_buffers(
             for name, value in before.items():
                 setattr(owner, name, value)
     return computed
-
-
-def _unset(buffer: torch.Tensor) -> torch.Tensor:
-    """Return a buffer in host memory with a value that no computed buffer has."""
-    return torch.full_like(buffer, _mark(buffer.dtype), device="cpu")
 
 
 def _mark(dtype: torch.dtype) -> float:
