@@ -122,7 +122,7 @@ TEST(Hanging, ShutdownLeavesThreadsBehind) {
     facts.may_hang = true;
     TransferRequest wanted;
     wanted.file = BackingFile::adopt(UniqueFd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 3)), UniqueFd(), facts, *operations);
-    wanted.target = must(Buffer::create(device));
+    wanted.target = std::make_shared<ExtentBuffer>(device);
     transfer = must(engine->start(wanted));
     door.await(1);
     engine->shutdown();

@@ -15,7 +15,7 @@
 #include "fake_keeper.h"
 #include "fake_vendors.h"
 #include "memory/account.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 
 namespace gpufs::gpu_test {
 namespace {
@@ -180,7 +180,7 @@ TEST_P(KeptGpuMemory, MemoryAheadIsCountedAndComesBack) {
   open_kept();
   std::shared_ptr<Driver> driver = std::move(driver_);
   std::shared_ptr<DeviceContext> context = must(DeviceContext::create(driver, 0));
-  std::shared_ptr<Buffer> buffer = must(Buffer::create(context, /*preallocates=*/true));
+  std::shared_ptr<ExtentBuffer> buffer = std::make_shared<ExtentBuffer>(context, /*preallocates=*/true);
   const std::vector<std::byte> data = pattern(kGranule, 3);
   for (std::uint64_t at = 0; at < 9 * kGranule; at += kGranule) ASSERT_EQ(must(buffer->write(at, data)), data.size());
   const std::uint64_t held = buffer->bytes_held();
@@ -192,7 +192,8 @@ TEST_P(KeptGpuMemory, MemoryAheadIsCountedAndComesBack) {
   driver = must(open_driver());
   driver->devices().at(0)->set_keeper(keeper_);
   context = must(DeviceContext::create(driver, 0));
-  buffer = must(Buffer::restore(context, kept));
+  buffer = std::make_shared<ExtentBuffer>(context, /*preallocates=*/true);
+  ASSERT_OK(buffer->restore(kept));
   EXPECT_EQ(buffer->bytes_held(), held);
   EXPECT_EQ(context->held_bytes(), held);
   std::vector<std::byte> back(kGranule);
@@ -219,14 +220,14 @@ TEST_P(KeptGpuMemory, EachPieceCountsAsADescriptor) {
   const std::shared_ptr<Driver> driver = std::move(driver_);
   const std::shared_ptr<DeviceContext> context = must(DeviceContext::create(driver, 0));
   const auto make = [&] {
-    std::shared_ptr<Buffer> made = must(Buffer::create(context));
+    std::shared_ptr<ExtentBuffer> made = std::make_shared<ExtentBuffer>(context);
     made->charge().move(Charge::kOwner, account);
     return made;
   };
-  const std::shared_ptr<Buffer> sparse = make();
+  const std::shared_ptr<ExtentBuffer> sparse = make();
   for (std::uint64_t at = 0; at < 4; ++at) ASSERT_OK(sparse->allocate(4 * at * kGranule, kGranule, false));
   EXPECT_EQ(sparse->allocate(16 * kGranule, kGranule, false).error(), EDQUOT);
-  const std::shared_ptr<Buffer> other = make();
+  const std::shared_ptr<ExtentBuffer> other = make();
   EXPECT_EQ(other->allocate(0, kGranule, false).error(), EDQUOT);
   ASSERT_OK(sparse->resize(5 * kGranule));
   ASSERT_OK(other->allocate(0, 8 * kGranule, false));

@@ -12,7 +12,7 @@
 #include "abi/handles.h"
 #include "gpufs.h"
 #include "memory/address_pool.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 #include "memory/host_transfer.h"
 
 namespace gpufs {
@@ -22,7 +22,8 @@ extern "C" {
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer) {
   return with_handle<Engine>(engine, [&](Engine& owner) -> Status {
     std::shared_ptr<DeviceContext> context = TRY(owner.device(device));
-    return open_handle(Buffer::create(std::move(context)), engine, buffer);
+    std::shared_ptr<Buffer> made = std::make_shared<ExtentBuffer>(std::move(context));
+    return open_handle<Buffer>(std::move(made), engine, buffer);
   });
 }
 

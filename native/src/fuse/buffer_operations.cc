@@ -358,10 +358,10 @@ void BufferOperations::copy(const File& from, const File& to, const Request& req
                             Responder responder) {
   const fuse_copy_file_range_in& in = copy.in;
   const SetIdLoss loss = to->inode->bare_set_gid_to_clear(Caller::of(request.header));
-  Buffer& target = *to->inode->buffer();
-  if (target.copies_briefly(*from->inode->buffer(), in.off_in, in.len)) {
+  ExtentBuffer* const target = to->inode->buffer()->growing();
+  if (target != nullptr && target->copies_briefly(*from->inode->buffer(), in.off_in, in.len)) {
     const Result<std::uint64_t> copied =
-        target.copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, nullptr, Wait::kForbidden);
+        target->copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, nullptr, Wait::kForbidden);
     if (copied.ok()) {
       finish_copy(*from->inode, *to->inode, loss, copied.value());
       return reply_copied(responder, copy.wide, copied.value());

@@ -48,7 +48,7 @@ void Inode::Writer::record() const {
   if (!was_known && !inode_.target_.empty()) records.put_target(inode_.ino_, inode_.target_);
   const std::uint64_t known_changes = was_known ? extended_changes_ : 0;
   if (extended_changes() != known_changes) records.put_extended(inode_.ino_, state_.extended->image());
-  if (inode_.buffer_ && (!was_known || contents_moved_)) records.put_contents(inode_.ino_, inode_.buffer_->kept());
+  if (inode_.buffer_ && (!was_known || contents_moved_)) records.put_contents(inode_.ino_, inode_.own_buffer().kept());
 }
 
 void Inode::Writer::remove_record() const {

@@ -21,7 +21,7 @@
 #include "fuse/records.h"
 #include "gpufs.h"
 #include "memory/account.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 
 namespace gpufs::fuse {
 
@@ -157,6 +157,8 @@ class Inode : public std::enable_shared_from_this<Inode> {
     State state;
   };
 
+  // What replace_buffer() leaves as it was. The inode has a buffer.
+  [[nodiscard]] ExtentBuffer& own_buffer() const { return *buffer_->growing(); }
   // Set-gid without execution for the group, and the caller is outside that group. Reads /proc only then.
   [[nodiscard]] bool has_bare_set_gid_foreign_to(const Caller& caller) const;
   // Applies what a directory passes on to a new entry; before the inode is visible.

@@ -42,21 +42,11 @@ Status copy_between(const DeviceContext& to, DeviceAddress destination, const De
 
 }  // namespace
 
-Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> device, bool preallocates) {
-  return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device), preallocates));
-}
-
-Result<std::shared_ptr<Buffer>> Buffer::restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents,
-                                                const std::shared_ptr<DeviceContext>& host) {
-  auto buffer = std::make_shared<ExtentBuffer>(std::move(device), /*preallocates=*/true);
-  TRY(buffer->restore(contents, host));
-  return std::shared_ptr<Buffer>(std::move(buffer));
-}
-
 Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
                                         std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait) {
-  if (const std::shared_ptr<Buffer> parked = &source != this ? source.parked() : nullptr) {
-    return copy_from(*parked, source_offset, offset, bytes, cancelled, wait);
+  if (const ExtentBuffer* const own = source.growing(); own != nullptr && own != this) {
+    const std::shared_ptr<Buffer> parked = own->parked();
+    if (parked != nullptr) return copy_from(*parked, source_offset, offset, bytes, cancelled, wait);
   }
   const std::uint64_t source_size = source.size();
   if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};

@@ -65,8 +65,8 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
   const auto deadline = std::chrono::steady_clock::now() + kReclaimTimeout;
   for (;;) {
     bool busy = false;
-    for (const std::weak_ptr<Buffer>& listed : context_->releases().trimmable()) {
-      const std::shared_ptr<Buffer> buffer = listed.lock();
+    for (const std::weak_ptr<ExtentBuffer>& listed : context_->releases().trimmable()) {
+      const std::shared_ptr<ExtentBuffer> buffer = listed.lock();
       if (of_our_accounts && buffer != nullptr && !buffer->charge().shares_account(charge())) continue;
       // A buffer that is gone is releasing all it has.
       if (buffer == nullptr || !buffer->trim(kTrimTimeout)) busy = true;
@@ -205,7 +205,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   if (!status.ok()) {
     drop_empty_memory();
   } else if (memory_ != nullptr) {
-    context_->releases().list_trimmable(this, weak_from_this());
+    context_->releases().list_trimmable(this, owner());
   }
   return status;
 }
@@ -648,8 +648,8 @@ Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr
     if (host == nullptr || contents.slot.bytes != 0) return Status(EPROTO, "nothing can be parked like that");
     KeptContents there = contents;
     there.parked = false;
-    const auto held = std::make_shared<ExtentBuffer>(host, /*preallocates=*/false);
-    TRY(held->restore(there, nullptr));
+    const auto held = std::make_shared<ExtentBuffer>(host);
+    TRY(held->restore(there));
     const std::lock_guard mutation(mutation_mutex_);
     size_.store(contents.size, std::memory_order_release);
     parked_bytes_.store(held->bytes_held(), std::memory_order_release);
@@ -679,7 +679,7 @@ Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr
     replace(make_snapshot(contents.extents));
     shift_ = contents.shift;
     // Other memory above the size is not in ahead_: fallocate(2) may have asked for it.
-    context_->releases().list_trimmable(this, weak_from_this());
+    context_->releases().list_trimmable(this, owner());
   }
   account();
   // While a shift is in progress, its scratch is above the size.

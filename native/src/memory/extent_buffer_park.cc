@@ -50,7 +50,7 @@ Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std:
     if (!claims_.empty()) return Status(EBUSY, "the file is being written");
   }
   (void)exclusion.stop_writers(Wait::kAllowed);
-  const auto copy = std::make_shared<ExtentBuffer>(host, /*preallocates=*/false);
+  const auto copy = std::make_shared<ExtentBuffer>(host);
   copy->charge().move(Charge::kOwner, std::move(payer));
   TRY(copy->become_copy_of(*this));
   {
