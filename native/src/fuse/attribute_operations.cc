@@ -132,7 +132,7 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
   const std::uint32_t cleared = mode_without_set_id(mode, loss);
   if ((in.valid & FATTR_MODE) != 0 || cleared != now.mode) wanted.mode = cleared;
 
-  if (size && !inode->buffer()) return responder.error(S_ISDIR(inode->kind()) ? EISDIR : EINVAL);
+  if (size && !inode->buffer()) return responder.error(inode->is_directory() ? EISDIR : EINVAL);
   const uid_t user = request.header.uid;
   const auto apply = [this, inode, wanted, user](Responder& reply, Wait wait) {
     const Status status = table_.set(*inode, wanted, wait);
@@ -277,7 +277,7 @@ int AttributeOperations::set_acl(Inode& inode, std::string_view name, std::span<
   const ExtendedAttributes::Value list(value.begin(), value.end());
   if (!acl_is_valid(list)) return EINVAL;
   const bool access = name == kAccessAcl;
-  if (!access && !S_ISDIR(inode.kind())) return EACCES;
+  if (!access && !inode.is_directory()) return EACCES;
   const std::size_t most = name.size() + 1 + list.size() + ExtendedAttributes::kOverhead;
   return change_attribute(inode, most, [&](Inode::State& state) {
     if (access && acl_is_minimal(list)) {

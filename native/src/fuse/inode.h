@@ -3,6 +3,8 @@
 // Thread-safe.
 #pragma once
 
+#include <sys/stat.h>
+
 #include <atomic>
 #include <cstdint>
 #include <list>
@@ -116,6 +118,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
   // As they are now; size and blocks of a regular file are the buffer's.
   [[nodiscard]] gpufs_attributes attributes() const;
   [[nodiscard]] std::uint32_t kind() const { return kind_; }  // S_IF of its mode
+  [[nodiscard]] bool is_directory() const { return S_ISDIR(kind_); }
   // The mount's own, which keep their names: all but what is below the directories of devices.
   [[nodiscard]] bool is_fixed() const { return device_ < 0; }
   [[nodiscard]] Timestamp birth() const;

@@ -141,7 +141,7 @@ Status InodeTable::metadata_full(std::uint32_t uid) const {
 }
 
 void InodeTable::was_read(Inode& inode) const {
-  const bool directory = S_ISDIR(inode.kind());
+  const bool directory = inode.is_directory();
   inode.was_read((directory ? directory_access_times_ : access_times_).load(std::memory_order_relaxed));
 }
 
@@ -248,7 +248,7 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait)
 
 Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) {
   const std::uint32_t before = inode->attributes().nlink;
-  const std::uint64_t more = S_ISDIR(inode->kind_) || links <= before ? 0 : links - before;
+  const std::uint64_t more = inode->is_directory() || links <= before ? 0 : links - before;
   bool must_be_freed = false;
   const auto change = [&](Inode::State& state) {
     state.record.attributes.nlink = links;
@@ -423,7 +423,7 @@ Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buf
 
 Result<std::uint64_t> InodeTable::open(const std::shared_ptr<Inode>& inode, int flags) {
   if (!inode->buffer_) {
-    return Status(S_ISDIR(inode->kind_) ? EISDIR : EINVAL, "inode " + std::to_string(inode->ino_) + " has no buffer");
+    return Status(inode->is_directory() ? EISDIR : EINVAL, "inode " + std::to_string(inode->ino_) + " has no buffer");
   }
   const bool writes = (flags & O_ACCMODE) != O_RDONLY;
   const Inode::Writer writer(*inode);

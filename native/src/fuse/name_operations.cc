@@ -115,7 +115,7 @@ void NameOperations::lookup(const InodePointer& inode, Request& request, Respond
   const auto name = texts<1>(request, 0);
   if (!name || name->front().empty()) return responder.error(EINVAL);
   // "." is looked up in other inodes than directories, too: by file handles of an NFS export.
-  if (!S_ISDIR(inode->kind()) && name->front() != ".") return responder.error(ENOTDIR);
+  if (!inode->is_directory() && name->front() != ".") return responder.error(ENOTDIR);
   if (name->front().size() > NAME_MAX) return responder.error(ENAMETOOLONG);
   const InodePointer found = names_.look_up(inode, name->front());
   bool held = false;
@@ -222,7 +222,7 @@ void NameOperations::open(const InodePointer& inode, Request& request, Responder
 }
 
 void NameOperations::opendir(const InodePointer& inode, Request& /*request*/, Responder responder) {
-  if (!S_ISDIR(inode->kind())) return responder.error(ENOTDIR);
+  if (!inode->is_directory()) return responder.error(ENOTDIR);
   auto directory = std::make_shared<OpenDirectory>();
   directory->inode = inode;
   fuse_open_out out{};
