@@ -35,11 +35,6 @@ int client_error(const Status& status, const char* what) {
   return error;
 }
 
-bool has_hole(Buffer& buffer, std::uint64_t offset, std::uint64_t end) {
-  const Result<std::uint64_t> found = buffer.seek_hole(offset);
-  return found.ok() && found.value() < end;
-}
-
 // Whether holes that nobody has touched yet may get memory: there must be enough for those that are touched first.
 bool may_fill_ahead(Buffer& buffer) {
   constexpr std::uint64_t kPlenty = std::uint64_t{64} << 20;
@@ -99,7 +94,7 @@ bool BufferOperations::read_pages(const File& file, const Request& request, cons
   const std::uint64_t end = std::min(in.offset + wanted, size);
   const bool own = read_ahead_.is_own(request.header.pid);
   // Where the kernel caches all files, the READ of a fault looks like that of read(2).
-  const bool hole = in.offset < end && init_.direct_io() && has_hole(buffer, in.offset, end);
+  const bool hole = in.offset < end && init_.direct_io() && buffer.has_hole(in.offset, end);
   const bool fills = hole && (file->writes || (own && read_ahead_.is_for_writer(inode.ino())));
   const bool ahead = !fills || may_fill_ahead(buffer);
   if (ahead) read_ahead_.note_read(request.header.pid, inode.ino(), in.offset, wanted, size, file->writes);

@@ -56,6 +56,10 @@ class TransferTarget {
   virtual Status check_pinned() { return {}; }
   // lseek(2) SEEK_HOLE: the first hole at or above the offset, or the size; ENXIO at and beyond the size.
   virtual Result<std::uint64_t> seek_hole(std::uint64_t offset) = 0;
+  [[nodiscard]] bool has_hole(std::uint64_t offset, std::uint64_t end) {
+    const Result<std::uint64_t> found = seek_hole(offset);
+    return found.ok() && found.value() < end;
+  }
 
   // Noted by whatever moves the bytes.
   [[nodiscard]] observe::FileActivity& activity() { return activity_; }
