@@ -299,6 +299,8 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] Extents unused_locked() const;
   // What trim() does. False if somebody still uses memory that would move when the deadline is reached.
   bool release_unused(TimePoint deadline);
+  // Waits until nobody has an older snapshot than the current one. False at the deadline.
+  bool await_readers(TimePoint deadline);
   // Publishes a snapshot of `kept` only, and waits until nobody uses `removed`, nor what the driver moves when it
   // releases that. False at the deadline: everything is as before.
   bool detach(const Extents& kept, const Extents& removed, Exclusion* exclusion, TimePoint deadline);

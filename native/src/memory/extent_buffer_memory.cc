@@ -369,6 +369,14 @@ Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
 
 // ---- releasing ----
 
+bool ExtentBuffer::await_readers(TimePoint deadline) {
+  std::unique_lock lock(state_mutex_);
+  const auto unused = [this] { return snapshots_ == 1; };
+  if (deadline != TimePoint::max()) return state_changed_.wait_until(lock, deadline, unused);
+  state_changed_.wait(lock, unused);
+  return true;
+}
+
 bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion* exclusion, TimePoint deadline) {
   Extents before = snapshot_->extents;
   SnapshotPointer next = make_snapshot(kept);
@@ -379,15 +387,7 @@ bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion
   }
   watcher_.moved();
   next.reset();
-  {
-    std::unique_lock lock(state_mutex_);
-    const auto unused = [this] { return snapshots_ == 1; };
-    if (deadline == TimePoint::max()) {
-      state_changed_.wait(lock, unused);
-      return true;
-    }
-    if (state_changed_.wait_until(lock, deadline, unused)) return true;
-  }
+  if (await_readers(deadline)) return true;
   replace(make_snapshot(std::move(before)));
   return false;
 }
@@ -508,9 +508,7 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
 Status ExtentBuffer::shrink(std::uint64_t end, std::uint64_t highest, Exclusion* exclusion) {
   if (snapshot_->slot != nullptr && end > 0) {
     replace(std::make_shared<Snapshot>(*this, snapshot_->slot));
-    std::unique_lock lock(state_mutex_);
-    state_changed_.wait(lock, [this] { return snapshots_ == 1; });
-    lock.unlock();
+    (void)await_readers(TimePoint::max());
     return zero_existing(end, highest);
   }
   const std::uint64_t kept_end = round_up(end, granule_);
