@@ -324,26 +324,17 @@ void BufferOperations::fallocate(const File& file, Request& request, Responder r
 // file as it was.
 Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, const Cancellation& cancellation) const {
   Buffer& buffer = *inode.buffer();
-  const bool keep_size = (in.mode & FALLOC_FL_KEEP_SIZE) != 0;
-  const std::uint32_t kind = in.mode & ~static_cast<std::uint32_t>(FALLOC_FL_KEEP_SIZE);
-  if (kind == FALLOC_FL_PUNCH_HOLE) {
-    if (!keep_size) return Status(EOPNOTSUPP, "punching a hole keeps the size");
-    return buffer.punch(in.offset, in.length);
-  }
-  if (kind != 0 && kind != FALLOC_FL_ZERO_RANGE) return Status(EOPNOTSUPP, "unsupported mode of fallocate");
-
-  const auto apply = [&](std::uint64_t offset, std::uint64_t bytes, bool keep) {
-    return kind == 0 ? buffer.allocate(offset, bytes, keep) : buffer.zero_range(offset, bytes, keep);
-  };
-  if (in.length <= kAllocateChunk) return apply(in.offset, in.length, keep_size);
+  const bool takes_memory = (in.mode & FALLOC_FL_PUNCH_HOLE) == 0;
+  if (!takes_memory || in.length <= kAllocateChunk) return buffer.fallocate(in.mode, in.offset, in.length);
   const MemoryInfo memory = TRY(buffer.device()->memory());
-  if (std::min(memory.free_bytes, buffer.charge().available()) < in.length)
-    return apply(in.offset, in.length, keep_size);
+  if (std::min(memory.free_bytes, buffer.charge().available()) < in.length) {
+    return buffer.fallocate(in.mode, in.offset, in.length);
+  }
   for (std::uint64_t done = 0; done < in.length;) {
     if (cancellation.requested()) return Status(EINTR, "interrupted");
     const std::uint64_t bytes = std::min(kAllocateChunk, in.length - done);
     const bool last = done + bytes == in.length;
-    TRY(apply(in.offset + done, bytes, keep_size || !last));
+    TRY(buffer.fallocate(last ? in.mode : in.mode | FALLOC_FL_KEEP_SIZE, in.offset + done, bytes));
     done += bytes;
   }
   return {};

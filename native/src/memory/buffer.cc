@@ -3,6 +3,8 @@
 
 #include "memory/buffer.h"
 
+#include <linux/falloc.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <utility>
@@ -103,6 +105,20 @@ Status Buffer::punch(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return
 
 Status Buffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
   return refuse_change();
+}
+
+Status Buffer::fallocate(std::uint32_t mode, std::uint64_t offset, std::uint64_t bytes) {
+  const bool keep_size = (mode & FALLOC_FL_KEEP_SIZE) != 0;
+  switch (mode & ~static_cast<std::uint32_t>(FALLOC_FL_KEEP_SIZE)) {
+    case 0:
+      return allocate(offset, bytes, keep_size);
+    case FALLOC_FL_PUNCH_HOLE:
+      return keep_size ? punch(offset, bytes) : Status(EOPNOTSUPP, "punching a hole keeps the size");
+    case FALLOC_FL_ZERO_RANGE:
+      return zero_range(offset, bytes, keep_size);
+    default:
+      return Status(EOPNOTSUPP, "unsupported mode of fallocate");
+  }
 }
 
 // NOLINTNEXTLINE(performance-unnecessary-value-param): the implementations keep it

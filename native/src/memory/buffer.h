@@ -70,6 +70,8 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   virtual Status punch(std::uint64_t offset, std::uint64_t bytes);
   // Zeroes what exists and allocates what does not, as fallocate(2) has it: later writes there find memory.
   virtual Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size);
+  // One of the three, by the mode of fallocate(2). EOPNOTSUPP: another mode.
+  Status fallocate(std::uint32_t mode, std::uint64_t offset, std::uint64_t bytes);
 
   // lseek(2) SEEK_DATA, as seek_hole(): ENXIO if no data follows. Granular: a populated granule is data.
   virtual Result<std::uint64_t> seek_data(std::uint64_t offset) = 0;
