@@ -264,8 +264,7 @@ Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) 
 }
 
 Status InodeTable::limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes) {
-  if (device < 0 || device >= static_cast<std::int32_t>(devices_.size()))
-    return Status(EINVAL, "no device " + std::to_string(device));
+  if (!has_device(device)) return Status(EINVAL, "no device " + std::to_string(device));
   quotas_.limit_user(device, uid, bytes);
   return {};
 }
