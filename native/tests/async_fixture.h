@@ -16,7 +16,7 @@
 #include "fake_vendors.h"
 #include "faulty_driver.h"
 #include "io_fakes.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 #include "temporary_file.h"
 #include "waiting.h"
 
@@ -121,7 +121,7 @@ class Rig {
     ASSERT_EQ(::pwrite(fd(), bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
   }
   std::shared_ptr<Buffer> buffer(const std::vector<std::byte>& bytes = {}, std::size_t index = 0) {
-    std::shared_ptr<Buffer> made = must(Buffer::create(contexts[index]));
+    std::shared_ptr<Buffer> made = std::make_shared<ExtentBuffer>(contexts[index]);
     if (!bytes.empty()) {
       EXPECT_EQ(must(made->write(0, bytes)), bytes.size());
     }

@@ -201,7 +201,7 @@ TEST_F(SharedMemoryTest, ThreadsNeverExceedALimitTogether) {
   start(256 * kGranule);
   const auto account = std::make_shared<Account>("somebody", 20 * kGranule);
   std::atomic<bool> exceeded{false};
-  std::vector<std::shared_ptr<Buffer>> buffers;
+  std::vector<std::shared_ptr<ExtentBuffer>> buffers;
   for (int number = 0; number < 6; ++number) {
     buffers.push_back(make());
     buffers.back()->charge().move(Charge::kOwner, account);
@@ -261,7 +261,7 @@ TEST_F(SharedMemoryTest, SmallFilesMoveWhileTheyAreUsed) {
     threads.emplace_back([&, thread] {
       std::mt19937 random(thread);
       struct File {
-        std::shared_ptr<Buffer> buffer;
+        std::shared_ptr<ExtentBuffer> buffer;
         std::vector<std::byte> bytes;
       };
       std::vector<File> files;

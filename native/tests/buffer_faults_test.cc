@@ -36,8 +36,8 @@ class BufferFaultsTest : public BufferFixture, public ::testing::WithParamInterf
     ASSERT_TRUE(buffer->resize(size).ok());
     EXPECT_TRUE(contents(*buffer) == data);
   }
-  std::shared_ptr<Buffer> buffer;
-  std::shared_ptr<Buffer> other;
+  std::shared_ptr<ExtentBuffer> buffer;
+  std::shared_ptr<ExtentBuffer> other;
   std::vector<std::byte> data;
   std::uint64_t held = 0;
 };

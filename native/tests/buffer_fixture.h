@@ -14,7 +14,7 @@
 #include "bytes.h"
 #include "device/device_context.h"
 #include "faulty_driver.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 #include "memory/slab_pool.h"
 #include "results.h"
 
@@ -42,8 +42,8 @@ class BufferFixture : public ::testing::Test {
     }
   }
 
-  std::shared_ptr<Buffer> make(std::size_t device = 0, bool preallocates = false) {
-    return must(Buffer::create(contexts.at(device), preallocates));
+  std::shared_ptr<ExtentBuffer> make(std::size_t device = 0, bool preallocates = false) {
+    return std::make_shared<ExtentBuffer>(contexts.at(device), preallocates);
   }
 
   // Without what the device has as soon as it is needed: slabs that are kept without files.

@@ -38,11 +38,11 @@ class BufferGpuTest : public FakeCuda {
     FakeCuda::TearDown();
   }
 
-  std::shared_ptr<Buffer> make(std::size_t device = 0, bool preallocates = false) {
-    return must(Buffer::create(contexts_.at(device), preallocates));
+  std::shared_ptr<ExtentBuffer> make(std::size_t device = 0, bool preallocates = false) {
+    return std::make_shared<ExtentBuffer>(contexts_.at(device), preallocates);
   }
-  std::shared_ptr<Buffer> filled(const std::vector<std::byte>& data, std::size_t device = 0) {
-    const std::shared_ptr<Buffer> buffer = make(device);
+  std::shared_ptr<ExtentBuffer> filled(const std::vector<std::byte>& data, std::size_t device = 0) {
+    const std::shared_ptr<ExtentBuffer> buffer = make(device);
     EXPECT_EQ(must(buffer->write(0, data)), data.size());
     return buffer;
   }

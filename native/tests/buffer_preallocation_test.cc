@@ -24,8 +24,8 @@ class BufferPreallocationTest : public BufferFixture {
   void TearDown() override { expect_nothing_left(); }
 
   // A file of `granules` that was written from the start in pieces of 1 MiB and has preallocated memory.
-  std::shared_ptr<Buffer> grown(std::uint64_t granules) {
-    const std::shared_ptr<Buffer> buffer = make(0, /*preallocates=*/true);
+  std::shared_ptr<ExtentBuffer> grown(std::uint64_t granules) {
+    const std::shared_ptr<ExtentBuffer> buffer = make(0, /*preallocates=*/true);
     grow(*buffer, granules);
     return buffer;
   }
@@ -35,8 +35,8 @@ class BufferPreallocationTest : public BufferFixture {
       write(buffer, at, block(at));
     }
   }
-  std::shared_ptr<Buffer> fill_device(std::uint64_t memory_bytes) {
-    const std::shared_ptr<Buffer> filler = make();
+  std::shared_ptr<ExtentBuffer> fill_device(std::uint64_t memory_bytes) {
+    const std::shared_ptr<ExtentBuffer> filler = make();
     EXPECT_TRUE(filler->allocate(0, memory_bytes - used(), true).ok());
     return filler;
   }

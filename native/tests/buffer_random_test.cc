@@ -21,7 +21,7 @@
 #include "fake_vendors.h"
 #include "faulty_driver.h"
 #include "memory/account.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 #include "memory/slab_pool.h"
 
 namespace gpufs::gpu_test {
@@ -48,7 +48,7 @@ struct RandomSetting {
 class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
  protected:
   struct File {
-    std::shared_ptr<Buffer> buffer;
+    std::shared_ptr<ExtentBuffer> buffer;
     std::vector<std::byte> bytes;          // what it must hold
     std::shared_ptr<Buffer::Lease> lease;  // the memory is fixed in place
     std::array<std::shared_ptr<Account>, 2> accounts;
@@ -279,14 +279,14 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
 
   File make(std::size_t on) {
     File file;
-    file.buffer = must(Buffer::create(contexts_.at(on), below(2) == 0));
+    file.buffer = std::make_shared<ExtentBuffer>(contexts_.at(on), below(2) == 0);
     return file;
   }
 
   void step() {
     const std::size_t which = below(files_.size());
     File& file = files_[which];
-    Buffer& buffer = *file.buffer;
+    ExtentBuffer& buffer = *file.buffer;
     const std::uint64_t offset = place();
     const std::uint64_t bytes = length(offset);
     const bool keep = below(2) == 0;
@@ -329,7 +329,7 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
         copy(file, offset, bytes);
         break;
       case 13: {  // as a load that ends early
-        std::shared_ptr<const Buffer::Claim> loading = keep ? buffer.claim({offset, bytes}) : nullptr;
+        std::shared_ptr<const ExtentBuffer::Claim> loading = keep ? buffer.claim({offset, bytes}) : nullptr;
         (void)allowed(buffer.pin_for_write(offset, bytes).status(), file);
         loading.reset();
         ASSERT_TRUE(buffer.trim(kAtOnce));
@@ -427,7 +427,7 @@ class BufferRandomTest : public ::testing::TestWithParam<RandomSetting> {
   std::shared_ptr<testing::FaultPlan> plan_;              // of the host driver
   std::vector<std::shared_ptr<DeviceContext>> contexts_;  // the last: of the host's memory, or of what stands for it
   std::vector<File> files_;                               // file N is on device N % 2
-  std::vector<std::shared_ptr<Buffer>> sparse_;
+  std::vector<std::shared_ptr<ExtentBuffer>> sparse_;
   // Two of owners, two of directories.
   const std::array<std::shared_ptr<Account>, 4> accounts_{
       std::make_shared<Account>("an owner", 8 * kMiB), std::make_shared<Account>("another owner"),

@@ -305,7 +305,7 @@ class DevicesTest : public ::testing::Test {
   std::uint64_t held(std::size_t device = 0) { return contexts[device]->held_bytes(); }
   // Takes all memory of a device that is free now.
   std::shared_ptr<Buffer> fill_device(std::size_t device) {
-    std::shared_ptr<Buffer> filler = Buffer::create(contexts[device]).take();
+    std::shared_ptr<Buffer> filler = std::make_shared<ExtentBuffer>(contexts[device]);
     EXPECT_TRUE(filler->allocate(0, contexts[device]->device().memory().value().free_bytes, true).ok());
     return filler;
   }

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/scope_guard.h"
 #include "fake_transfer_rig.h"
 #include "results.h"
 #include "waiting.h"
@@ -122,7 +123,7 @@ TEST(Hanging, ShutdownLeavesThreadsBehind) {
     facts.may_hang = true;
     TransferRequest wanted;
     wanted.file = BackingFile::adopt(UniqueFd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 3)), UniqueFd(), facts, *operations);
-    wanted.target = must(Buffer::create(device));
+    wanted.target = std::make_shared<ExtentBuffer>(device);
     transfer = must(engine->start(wanted));
     door.await(1);
     engine->shutdown();
@@ -175,6 +176,18 @@ class HungLoads {
   std::vector<std::shared_ptr<Transfer>> transfers_;
 };
 
+// Other clients load the file that now answers.
+void expect_served(FakeRig& rig, std::uint64_t bytes) {
+  rig.open_file();
+  for (std::uint64_t client = 0; client < 3; ++client) {
+    TransferRequest wanted = rig.load();
+    wanted.client = client;
+    const std::shared_ptr<Transfer> transfer = must(rig.engine->start(wanted));
+    ASSERT_TRUE(transfer->wait(kPatience));
+    EXPECT_EQ(transfer->progress().prefix, bytes);
+  }
+}
+
 TEST(Hanging, NeitherOneClientNorManyServersStopTheOthers) {
   const std::vector<std::uint64_t> one_client(5, 1000);
   const std::vector<std::uint64_t> many_servers = {1000, 1001, 1002, 1003, 1004, 1005};
@@ -184,29 +197,10 @@ TEST(Hanging, NeitherOneClientNorManyServersStopTheOthers) {
     FakeRig rig(false, options);
     const auto data = pattern(2 * kMiB);
     const HungLoads hung(rig, data, clients);
-    rig.open_file();
-    for (std::uint64_t client = 0; client < 3; ++client) {
-      TransferRequest wanted = rig.load();
-      wanted.client = client;
-      const std::shared_ptr<Transfer> transfer = must(rig.engine->start(wanted));
-      ASSERT_TRUE(transfer->wait(kPatience));
-      EXPECT_EQ(transfer->progress().prefix, data.size());
-    }
+    expect_served(rig, data.size());
     EXPECT_TRUE(rig.buffer_contents() == data);
   }
 }
-
-// Opens a door at the end of a test, however that ends.
-class Opener {
- public:
-  explicit Opener(Door& door) : door_(door) {}
-  ~Opener() { door_.open(); }
-  Opener(const Opener&) = delete;
-  Opener& operator=(const Opener&) = delete;
-
- private:
-  Door& door_;
-};
 
 // Transfers with the last reference to a file whose close hangs, as a server of a client's can make it.
 TEST(Hanging, ClosingFilesStopsNoOtherClient) {
@@ -225,7 +219,7 @@ TEST(Hanging, ClosingFilesStopsNoOtherClient) {
     });
     return must(rig.engine->start(wanted));
   };
-  const Opener opener(*door);
+  const ScopeGuard opener([&] { door->open(); });
   // As many as there are threads, whose last references are the threads'.
   for (int count = 0; count < 3; ++count) Transfer::release(start(1000));
   door->await(2);
@@ -237,14 +231,7 @@ TEST(Hanging, ClosingFilesStopsNoOtherClient) {
     Transfer::release(std::move(transfer));
   }
   EXPECT_EQ(door->waiting(), 2);
-  rig.open_file();
-  for (std::uint64_t client = 0; client < 3; ++client) {
-    TransferRequest wanted = rig.load();
-    wanted.client = client;
-    const std::shared_ptr<Transfer> transfer = must(rig.engine->start(wanted));
-    ASSERT_TRUE(transfer->wait(kPatience));
-    EXPECT_EQ(transfer->progress().prefix, data.size());
-  }
+  expect_served(rig, data.size());
 }
 
 TEST(Sharing, ManyTransfersTakeTurns) {

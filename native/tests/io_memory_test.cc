@@ -86,7 +86,7 @@ class LoadMemoryTest : public BufferFixture {
   UniqueFd fd;
   std::shared_ptr<TransferEngine> engine;
   std::shared_ptr<BackingFile> file;
-  std::shared_ptr<Buffer> buffer;
+  std::shared_ptr<ExtentBuffer> buffer;
 };
 
 TEST_F(LoadMemoryTest, TakesItInAFewStepsInOneRange) {

@@ -15,7 +15,7 @@
 #include "fake_keeper.h"
 #include "fake_vendors.h"
 #include "memory/account.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 
 namespace gpufs::gpu_test {
 namespace {
@@ -33,14 +33,15 @@ class KeptGpuMemory : public FakeVendorTest {
   }
   // Another process, with a driver of its own.
   void die(Filled& filled, const DriverOptions& options = {}) {
+    number_ = filled.memory->number();
     keeper_ = keeper_->next();
     filled.memory.reset();
     filled.range.reset();
     driver_ = must(open_driver(options));
     device().set_keeper(keeper_);
   }
-  Status restore(Filled& filled, std::uint64_t number, std::span<const Extent> populated) {
-    Result<std::unique_ptr<DeviceMemory>> restored = device().restore_memory(number, populated);
+  Status restore(Filled& filled, std::span<const Extent> populated) {
+    Result<std::unique_ptr<DeviceMemory>> restored = device().restore_memory(number_, populated);
     if (!restored.ok()) return restored.status();
     filled.memory = restored.take();
     filled.range = must(filled.memory->reserve(filled.data.size(), populated));
@@ -53,6 +54,7 @@ class KeptGpuMemory : public FakeVendorTest {
   }
 
   std::shared_ptr<FakeKeeper> keeper_;
+  std::uint64_t number_ = 0;  // of the memory of the process that has died
 };
 
 TEST_P(KeptGpuMemory, ContentsSurvive) {
@@ -64,7 +66,7 @@ TEST_P(KeptGpuMemory, ContentsSurvive) {
   const Extent all{0, 8 * kGranule};
   for (int death = 0; death < 3; ++death) {
     die(filled);
-    ASSERT_OK(restore(filled, number, {&all, 1}));
+    ASSERT_OK(restore(filled, {&all, 1}));
     EXPECT_EQ(filled.memory->number(), number);
     expect_content(filled, 0, 8 * kGranule);
     EXPECT_EQ(keeper_->bytes(), 8 * kGranule);
@@ -100,10 +102,9 @@ TEST_P(KeptGpuMemory, WhatWasNotPopulatedIsNotReadableAgain) {
   open_kept();
   Filled filled = fill(8);
   ASSERT_OK(filled.memory->populate(8 * kGranule, 8 * kGranule));  // a piece that no record has
-  const std::uint64_t number = filled.memory->number();
   const Extent rest{2 * kGranule, 3 * kGranule};
   die(filled);
-  ASSERT_OK(restore(filled, number, {&rest, 1}));
+  ASSERT_OK(restore(filled, {&rest, 1}));
   EXPECT_EQ(keeper_->bytes(), 8 * kGranule);
   expect_content(filled, rest.offset, rest.bytes);
   ASSERT_OK(filled.memory->populate(0, 2 * kGranule));
@@ -122,12 +123,11 @@ TEST_P(KeptGpuMemory, ADeathAtAnyPointOfASplitLosesNothing) {
     ASSERT_LT(calls, 20);
     open_kept();
     Filled filled = fill(8);
-    const std::uint64_t number = filled.memory->number();
     keeper_->die_after(calls);
     filled.memory->release_all(released);
     completed = !keeper_->died();
     die(filled);
-    ASSERT_OK(restore(filled, number, parts));
+    ASSERT_OK(restore(filled, parts));
     for (const Extent& part : parts) expect_content(filled, part.offset, part.bytes);
     EXPECT_LE(keeper_->bytes(), 8 * kGranule);
     filled.memory->release_all(filled.memory->surplus());
@@ -141,10 +141,9 @@ TEST_P(KeptGpuMemory, ADeathAtAnyPointOfASplitLosesNothing) {
 TEST_P(KeptGpuMemory, APartOfRestoredMemoryCanBeReleased) {
   open_kept();
   Filled filled = fill(8);
-  const std::uint64_t number = filled.memory->number();
   const Extent all{0, 8 * kGranule};
   die(filled);
-  ASSERT_OK(restore(filled, number, {&all, 1}));
+  ASSERT_OK(restore(filled, {&all, 1}));
   filled.memory->fix_in_place();  // as a lease does: the programs that have it map the pieces as they are
   filled.memory->release(6 * kGranule, 2 * kGranule);
   EXPECT_EQ(keeper_->bytes(), 8 * kGranule);
@@ -159,19 +158,18 @@ TEST_P(KeptGpuMemory, RestoredMemoryCountsTowardsTheCap) {
   options.memory_bytes = 10 * kGranule;
   open_kept(options);
   Filled filled = fill(8);
-  const std::uint64_t number = filled.memory->number();
   const Extent all{0, 8 * kGranule};
   die(filled, options);
-  ASSERT_OK(restore(filled, number, {&all, 1}));
+  ASSERT_OK(restore(filled, {&all, 1}));
   EXPECT_EQ(must(device().memory()).free_bytes, 2 * kGranule);
   EXPECT_EQ(take(device(), 0, kGranule).memory->populate(0, 3 * kGranule).error(), ENOSPC);
   options.memory_bytes = 4 * kGranule;  // less than there is
   die(filled, options);
-  ASSERT_OK(restore(filled, number, {&all, 1}));
+  ASSERT_OK(restore(filled, {&all, 1}));
   EXPECT_EQ(must(device().memory()).free_bytes, 0U);
   options.memory_bytes = 10 * kGranule;
   die(filled, options);
-  ASSERT_OK(restore(filled, number, {&all, 1}));
+  ASSERT_OK(restore(filled, {&all, 1}));
   filled.memory->release(0, 8 * kGranule);
   EXPECT_EQ(must(device().memory()).free_bytes, 10 * kGranule);
 }
@@ -180,7 +178,7 @@ TEST_P(KeptGpuMemory, MemoryAheadIsCountedAndComesBack) {
   open_kept();
   std::shared_ptr<Driver> driver = std::move(driver_);
   std::shared_ptr<DeviceContext> context = must(DeviceContext::create(driver, 0));
-  std::shared_ptr<Buffer> buffer = must(Buffer::create(context, /*preallocates=*/true));
+  std::shared_ptr<ExtentBuffer> buffer = std::make_shared<ExtentBuffer>(context, /*preallocates=*/true);
   const std::vector<std::byte> data = pattern(kGranule, 3);
   for (std::uint64_t at = 0; at < 9 * kGranule; at += kGranule) ASSERT_EQ(must(buffer->write(at, data)), data.size());
   const std::uint64_t held = buffer->bytes_held();
@@ -192,7 +190,8 @@ TEST_P(KeptGpuMemory, MemoryAheadIsCountedAndComesBack) {
   driver = must(open_driver());
   driver->devices().at(0)->set_keeper(keeper_);
   context = must(DeviceContext::create(driver, 0));
-  buffer = must(Buffer::restore(context, kept));
+  buffer = std::make_shared<ExtentBuffer>(context, /*preallocates=*/true);
+  ASSERT_OK(buffer->restore(kept));
   EXPECT_EQ(buffer->bytes_held(), held);
   EXPECT_EQ(context->held_bytes(), held);
   std::vector<std::byte> back(kGranule);
@@ -219,14 +218,14 @@ TEST_P(KeptGpuMemory, EachPieceCountsAsADescriptor) {
   const std::shared_ptr<Driver> driver = std::move(driver_);
   const std::shared_ptr<DeviceContext> context = must(DeviceContext::create(driver, 0));
   const auto make = [&] {
-    std::shared_ptr<Buffer> made = must(Buffer::create(context));
+    std::shared_ptr<ExtentBuffer> made = std::make_shared<ExtentBuffer>(context);
     made->charge().move(Charge::kOwner, account);
     return made;
   };
-  const std::shared_ptr<Buffer> sparse = make();
+  const std::shared_ptr<ExtentBuffer> sparse = make();
   for (std::uint64_t at = 0; at < 4; ++at) ASSERT_OK(sparse->allocate(4 * at * kGranule, kGranule, false));
   EXPECT_EQ(sparse->allocate(16 * kGranule, kGranule, false).error(), EDQUOT);
-  const std::shared_ptr<Buffer> other = make();
+  const std::shared_ptr<ExtentBuffer> other = make();
   EXPECT_EQ(other->allocate(0, kGranule, false).error(), EDQUOT);
   ASSERT_OK(sparse->resize(5 * kGranule));
   ASSERT_OK(other->allocate(0, 8 * kGranule, false));
@@ -239,12 +238,12 @@ TEST_P(KeptGpuMemory, EachPieceCountsAsADescriptor) {
 TEST_P(KeptGpuMemory, MemoryThatIsMissingIsAnError) {
   open_kept();
   Filled filled = fill(4);
-  const std::uint64_t number = filled.memory->number();
   const Extent more{0, 5 * kGranule};
   die(filled);
-  EXPECT_EQ(restore(filled, number, {&more, 1}).error(), ENOENT);
+  EXPECT_EQ(restore(filled, {&more, 1}).error(), ENOENT);
   const Extent all{0, 4 * kGranule};
-  EXPECT_EQ(restore(filled, number + 1, {&all, 1}).error(), ENOENT);
+  ++number_;
+  EXPECT_EQ(restore(filled, {&all, 1}).error(), ENOENT);
 }
 
 TEST_P(KeptGpuMemory, AFullDeviceWaitsForTheKeeper) {
@@ -266,11 +265,10 @@ TEST_P(KeptGpuMemory, AFailedExportIsReported) {
 TEST_P(KeptGpuMemory, AFailedImportIsReported) {
   open_kept();
   Filled filled = fill(4);
-  const std::uint64_t number = filled.memory->number();
   const Extent all{0, 4 * kGranule};
   die(filled);
   fake().fail(symbol(kMemoryImport), 1, api::kOutOfMemory, 1);
-  EXPECT_FALSE(restore(filled, number, {&all, 1}).ok());
+  EXPECT_FALSE(restore(filled, {&all, 1}).ok());
   EXPECT_OK(device().health());
   EXPECT_EQ(must(device().memory()).free_bytes, must(device().memory()).total_bytes);
 }

@@ -18,7 +18,7 @@
 #include "gpu_test_support.h"
 #include "io/transfer_engine.h"
 #include "io_fakes.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 #include "temporary_file.h"
 
 namespace gpufs::testing {
@@ -88,7 +88,7 @@ class TransferRig {
     wanted.target = buffer;
     return wanted;
   }
-  void make_buffer() { buffer = gpu_test::must(Buffer::create(device)); }
+  void make_buffer() { buffer = std::make_shared<ExtentBuffer>(device); }
   void fill_buffer(const std::vector<std::byte>& contents) {
     EXPECT_EQ(gpu_test::must(buffer->write(0, contents)), contents.size());
   }
@@ -137,7 +137,7 @@ class TransferRig {
   std::shared_ptr<DeviceContext> device;
   std::shared_ptr<TransferEngine> engine;
   std::shared_ptr<BackingFile> file;
-  std::shared_ptr<Buffer> buffer;
+  std::shared_ptr<ExtentBuffer> buffer;
 
  private:
   UniqueFd fd_;

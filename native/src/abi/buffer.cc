@@ -12,7 +12,7 @@
 #include "abi/handles.h"
 #include "gpufs.h"
 #include "memory/address_pool.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 #include "memory/host_transfer.h"
 
 namespace gpufs {
@@ -22,7 +22,8 @@ extern "C" {
 gpufs_status gpufs_buffer_create(gpufs_handle engine, int32_t device, gpufs_handle* buffer) {
   return with_handle<Engine>(engine, [&](Engine& owner) -> Status {
     std::shared_ptr<DeviceContext> context = TRY(owner.device(device));
-    return open_handle(Buffer::create(std::move(context)), engine, buffer);
+    std::shared_ptr<Buffer> made = std::make_shared<ExtentBuffer>(std::move(context));
+    return open_handle<Buffer>(std::move(made), engine, buffer);
   });
 }
 
@@ -51,20 +52,7 @@ gpufs_status gpufs_buffer_resize(gpufs_handle buffer, uint64_t size) {
 }
 
 gpufs_status gpufs_buffer_allocate(gpufs_handle buffer, uint32_t mode, uint64_t offset, uint64_t bytes) {
-  return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
-    const bool keep_size = (mode & GPUFS_KEEP_SIZE) != 0;
-    switch (mode & ~static_cast<std::uint32_t>(GPUFS_KEEP_SIZE)) {
-      case 0:
-        return found.allocate(offset, bytes, keep_size);
-      case GPUFS_PUNCH_HOLE:
-        if (!keep_size) return Status(EOPNOTSUPP, "punching needs KEEP_SIZE");
-        return found.punch(offset, bytes);
-      case GPUFS_ZERO_RANGE:
-        return found.zero_range(offset, bytes, keep_size);
-      default:
-        return Status(EOPNOTSUPP, "this mode of fallocate is not supported");
-    }
-  });
+  return with_handle<Buffer>(buffer, [&](Buffer& found) { return found.fallocate(mode, offset, bytes); });
 }
 
 gpufs_status gpufs_buffer_seek(gpufs_handle buffer, int32_t whence, uint64_t offset, uint64_t* position) {

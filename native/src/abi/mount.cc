@@ -346,7 +346,8 @@ gpufs_status gpufs_inode_park(gpufs_handle mount, uint64_t ino, int32_t* parked)
 gpufs_status gpufs_inode_bring_back(gpufs_handle mount, uint64_t ino) {
   return with_inode(mount, ino, [&](Mount&, Inode& inode) -> Status {
     if (!inode.buffer()) return Status(EINVAL, "inode " + std::to_string(ino) + " has no buffer");
-    return inode.buffer()->bring_back(Wait::kAllowed);
+    ExtentBuffer* const own = inode.buffer()->growing();
+    return own != nullptr ? own->bring_back(Wait::kAllowed) : Status();
   });
 }
 

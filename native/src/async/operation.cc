@@ -159,8 +159,6 @@ void Operation::wait() {
   changed_.wait(lock, [&] { return phase_ == Phase::kDone || released_early_; });
 }
 
-bool Operation::end(Completion completion) { return end(std::move(completion), /*unless_running=*/false); }
-
 bool Operation::end(Completion completion, bool unless_running) {
   OperationRequest request;
   std::shared_ptr<Transfer> transfer;

@@ -77,8 +77,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   // ---- its end; not on a driver's thread ----
 
-  // Publishes the outcome, and has the stream go on. False if it is over already.
-  bool end(Completion completion);
+  // Publishes the outcome, and has the stream go on. False if it is over already, or runs and must not.
+  bool end(Completion completion, bool unless_running = false);
   // Asks the operation to stop: one that moves nothing yet is over at once. why: reported instead of ECANCELED. False
   // if it is over already.
   bool cancel(const Status& why = {});
@@ -90,7 +90,6 @@ class Operation : public std::enable_shared_from_this<Operation> {
  private:
   enum class Phase { kQueued, kReady, kRunning, kEnding, kDone };
 
-  bool end(Completion completion, bool unless_running);
   [[nodiscard]] bool over() const { return phase_ == Phase::kEnding || phase_ == Phase::kDone; }
   void trace_phases(const OperationRequest& request, const Completion& completion) const;
 

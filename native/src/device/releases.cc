@@ -16,18 +16,18 @@ constexpr std::uint64_t kSmallPart = 64;
 
 }  // namespace
 
-void Releases::list_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer) {
+void Releases::list_trimmable(const ExtentBuffer* key, std::weak_ptr<ExtentBuffer> buffer) {
   const std::lock_guard lock(mutex_);
   trimmable_[key] = std::move(buffer);
 }
 
-void Releases::unlist_trimmable(const Buffer* key) {
+void Releases::unlist_trimmable(const ExtentBuffer* key) {
   const std::lock_guard lock(mutex_);
   trimmable_.erase(key);
 }
 
-std::vector<std::weak_ptr<Buffer>> Releases::trimmable() const {
-  std::vector<std::weak_ptr<Buffer>> buffers;
+std::vector<std::weak_ptr<ExtentBuffer>> Releases::trimmable() const {
+  std::vector<std::weak_ptr<ExtentBuffer>> buffers;
   const std::lock_guard lock(mutex_);
   buffers.reserve(trimmable_.size());
   for (const auto& [key, buffer] : trimmable_) buffers.push_back(buffer);

@@ -21,7 +21,7 @@
 
 namespace gpufs {
 
-class Buffer;  // memory/buffer.h
+class ExtentBuffer;  // memory/extent_buffer.h
 
 class Releases {
   struct Pending;
@@ -32,11 +32,11 @@ class Releases {
 
   explicit Releases(std::uint64_t device_bytes) : device_bytes_(device_bytes) {}
 
-  // ---- buffers that may hold memory which Buffer::trim() releases ----
+  // ---- buffers that may hold memory which trim() releases ----
 
-  void list_trimmable(const Buffer* key, std::weak_ptr<Buffer> buffer);
-  void unlist_trimmable(const Buffer* key);
-  [[nodiscard]] std::vector<std::weak_ptr<Buffer>> trimmable() const;
+  void list_trimmable(const ExtentBuffer* key, std::weak_ptr<ExtentBuffer> buffer);
+  void unlist_trimmable(const ExtentBuffer* key);
+  [[nodiscard]] std::vector<std::weak_ptr<ExtentBuffer>> trimmable() const;
 
   // ---- memory of removed files that nothing has open: the kernel forgets the file, then it is released ----
 
@@ -102,7 +102,7 @@ class Releases {
   const std::uint64_t device_bytes_;
   mutable std::mutex mutex_;  // guards all below; order of locks: docs/design/requests.md#locks
   mutable std::condition_variable changed_;
-  std::map<const Buffer*, std::weak_ptr<Buffer>> trimmable_;
+  std::map<const ExtentBuffer*, std::weak_ptr<ExtentBuffer>> trimmable_;
   PendingReleases pending_;
   std::uint64_t count_ = 0;
   std::list<std::function<void()>> listeners_;

@@ -45,8 +45,6 @@ class AttributeOperations {
                                                                     Releases::TimePoint before) const;
   void reply_statfs(const Inode& inode, std::uint32_t uid, Responder& responder) const;
   void reply_attributes(const Inode& inode, Responder& responder) const;
-  template <typename T>
-  void fill_validity(std::uint32_t mode, T& out) const;
 
   InodeTable& table_;
   LongRequests& long_requests_;

@@ -67,6 +67,13 @@ struct Validity {
   std::uint32_t nanoseconds = 0;
 
   static Validity of(double seconds);
+  // How long attributes with this mode are valid, in a reply that says 0 so far.
+  template <typename T>
+  void fill(std::uint32_t mode, T& reply) const {
+    if (!may_be_cached(mode)) return;
+    reply.attr_valid = seconds;
+    reply.attr_valid_nsec = nanoseconds;
+  }
 };
 
 // Fills in all fields except the inode number and the flags.

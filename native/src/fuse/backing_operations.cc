@@ -72,12 +72,6 @@ Result<std::uint64_t> copy_files(const OpenBacking& from, const OpenBacking& to,
 
 // ---- threads ----
 
-BackingOperations::Answer BackingOperations::failed(int error) {
-  Answer answer;
-  answer.error = error;
-  return answer;
-}
-
 template <typename T>
 BackingOperations::Answer BackingOperations::answer_of(const T& body) {
   const auto bytes = std::as_bytes(std::span(&body, 1));
@@ -101,12 +95,12 @@ void BackingOperations::pass_through(const OpenBacking& open, const Request& req
   long_requests_.executor().submit(
       lane, nullptr, unique,
       [this, pending = std::move(pending), body = std::move(body)](int refusal, Cancellation& cancellation) mutable {
-        Answer answer = failed(refusal != 0 ? refusal : EINTR);
+        Answer answer{refusal != 0 ? refusal : EINTR};
         if (refusal == 0 && !cancellation.requested()) {
           try {
             answer = body(cancellation);
           } catch (const std::exception&) {
-            answer = failed(ENOMEM);
+            answer = Answer{ENOMEM};
           }
         }
         const std::lock_guard lock(pending->mutex);
@@ -133,15 +127,13 @@ void BackingOperations::interrupted(std::uint64_t unique) {
         if (pending->client.pid != 0 && !pending->client.dying()) return std::chrono::steady_clock::now() + kGrace;
         if (long_requests_.executor().cancel(pending->unique) == Executor::Cancelled::kEnded) return std::nullopt;
         const std::lock_guard lock(pending->mutex);
-        if (pending->responder.pending()) settle(*pending, failed(EINTR));
+        if (pending->responder.pending()) settle(*pending, Answer{EINTR});
         return std::nullopt;
       });
 }
 
 void BackingOperations::settle(Pending& pending, const Answer& answer) {
-  count(counters_.backing_read_bytes, answer.read);
-  count(counters_.backing_written_bytes, answer.written);
-  count(counters_.backing_copied_bytes, answer.copied);
+  count(counters_.*answer.counter, answer.counted);
   if (answer.error != 0) {
     pending.responder.error(answer.error);
   } else {
@@ -180,9 +172,9 @@ void BackingOperations::read(const File& file, Request& request, Responder respo
     answer.body.resize(wanted);
     const ssize_t count =
         TEMP_FAILURE_RETRY(::pread(file->fd.get(), answer.body.data(), wanted, static_cast<off_t>(in.offset)));
-    if (count < 0) return failed(errno);
+    if (count < 0) return Answer{errno};
     answer.body.resize(static_cast<std::size_t>(count));
-    answer.read = answer.body.size();
+    answer.counted = answer.body.size();
     return answer;
   });
 }
@@ -219,12 +211,13 @@ void BackingOperations::write(const File& file, Request& request, Responder resp
                  });
                  // After some bytes the next write meets the error again; but the kernel does not look at the count of
                  // pages that it writes back.
-                 if (!moved.status.ok() && (moved.bytes == 0 || pages)) return failed(moved.status.error());
+                 if (!moved.status.ok() && (moved.bytes == 0 || pages)) return Answer{moved.status.error()};
                  if ((in.write_flags & kWriteKillSetId) != 0) drop_set_id(file->fd.get(), writer);
                  fuse_write_out out{};
                  out.size = static_cast<std::uint32_t>(moved.bytes);
                  Answer answer = answer_of(out);
-                 answer.written = moved.bytes;
+                 answer.counter = &observe::EngineCounters::backing_written_bytes;
+                 answer.counted = moved.bytes;
                  return answer;
                });
 }
@@ -234,7 +227,7 @@ void BackingOperations::lseek(const File& file, Request& request, Responder resp
       *file, request, std::move(responder), [file, in = request.arguments<fuse_lseek_in>()](const Cancellation&) {
         // Moves the descriptor's position, which nothing uses.
         const off_t found = ::lseek(file->fd.get(), static_cast<off_t>(in.offset), static_cast<int>(in.whence));
-        return found < 0 ? failed(errno) : answer_of(fuse_lseek_out{static_cast<std::uint64_t>(found)});
+        return found < 0 ? Answer{errno} : answer_of(fuse_lseek_out{static_cast<std::uint64_t>(found)});
       });
 }
 
@@ -248,7 +241,7 @@ void BackingOperations::fallocate(const File& file, Request& request, Responder 
                  const int error = errno;
                  if (outcome == 0) drop_set_id_unless_kept(file->fd.get(), caller);
                  // After an ENOSYS the kernel never sends FALLOCATE again, for buffers neither.
-                 return failed(outcome == 0 ? 0 : error == ENOSYS ? EOPNOTSUPP : error);
+                 return Answer{outcome == 0 ? 0 : error == ENOSYS ? EOPNOTSUPP : error};
                });
 }
 
@@ -259,7 +252,7 @@ void BackingOperations::flush(const File& file, Request& request, Responder resp
   // Network file systems write back, and report failures, when a descriptor is closed.
   pass_through(*file, request, std::move(responder), [file](const Cancellation&) {
     const int copy = ::fcntl(file->fd.get(), F_DUPFD_CLOEXEC, 3);
-    return failed(copy < 0 || ::close(copy) != 0 ? errno : 0);
+    return Answer{copy < 0 || ::close(copy) != 0 ? errno : 0};
   });
   // An exiting process ignores signals when its files are closed: no INTERRUPT comes.
   if (Caller::of(request.header).dying()) interrupted(unique);
@@ -271,7 +264,7 @@ void BackingOperations::fsync(const File& file, Request& request, Responder resp
                  const auto sync = (in.fsync_flags & 1U) != 0 ? ::fdatasync : ::fsync;
                  const long outcome = TEMP_FAILURE_RETRY(sync(file->fd.get()));
                  // As with fallocate: the kernel would remember an ENOSYS.
-                 return failed(outcome == 0 ? 0 : errno == ENOSYS ? EINVAL : errno);
+                 return Answer{outcome == 0 ? 0 : errno == ENOSYS ? EINVAL : errno};
                });
 }
 
@@ -280,12 +273,13 @@ void BackingOperations::copy(const File& from, const File& to, const Request& re
   pass_through(from->file->facts().may_hang ? *from : *to, request, std::move(responder),
                [from, to, copy, caller = Caller::of(request.header)](const Cancellation& cancellation) {
                  const Result<std::uint64_t> copied = copy_files(*from, *to, copy.in, cancellation);
-                 if (!copied.ok()) return failed(copied.error());
+                 if (!copied.ok()) return Answer{copied.error()};
                  if (copied.value() > 0) drop_set_id_unless_kept(to->fd.get(), caller);
                  fuse_write_out narrow{};
                  narrow.size = static_cast<std::uint32_t>(copied.value());  // the length was clipped to 32 bits
                  Answer answer = copy.wide ? answer_of(CopyFileRangeOut{copied.value()}) : answer_of(narrow);
-                 answer.copied = copied.value();
+                 answer.counter = &observe::EngineCounters::backing_copied_bytes;
+                 answer.counted = copied.value();
                  return answer;
                });
 }

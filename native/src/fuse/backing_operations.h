@@ -59,12 +59,10 @@ class BackingOperations {
   // The result of a thread's work. It depends on nothing of this object, which may be gone by then.
   struct Answer {
     int error = 0;
-    std::vector<std::byte> body;
-    std::uint64_t read = 0;  // bytes, for the statistics
-    std::uint64_t written = 0;
-    std::uint64_t copied = 0;
+    std::vector<std::byte> body{};
+    Counter observe::EngineCounters::*counter = &observe::EngineCounters::backing_read_bytes;
+    std::uint64_t counted = 0;  // bytes, by the counter
   };
-  static Answer failed(int error);
   template <typename T>
   static Answer answer_of(const T& body);
 

@@ -35,11 +35,6 @@ int client_error(const Status& status, const char* what) {
   return error;
 }
 
-bool has_hole(Buffer& buffer, std::uint64_t offset, std::uint64_t end) {
-  const Result<std::uint64_t> found = buffer.seek_hole(offset);
-  return found.ok() && found.value() < end;
-}
-
 // Whether holes that nobody has touched yet may get memory: there must be enough for those that are touched first.
 bool may_fill_ahead(Buffer& buffer) {
   constexpr std::uint64_t kPlenty = std::uint64_t{64} << 20;
@@ -99,7 +94,7 @@ bool BufferOperations::read_pages(const File& file, const Request& request, cons
   const std::uint64_t end = std::min(in.offset + wanted, size);
   const bool own = read_ahead_.is_own(request.header.pid);
   // Where the kernel caches all files, the READ of a fault looks like that of read(2).
-  const bool hole = in.offset < end && init_.direct_io() && has_hole(buffer, in.offset, end);
+  const bool hole = in.offset < end && init_.direct_io() && buffer.has_hole(in.offset, end);
   const bool fills = hole && (file->writes || (own && read_ahead_.is_for_writer(inode.ino())));
   const bool ahead = !fills || may_fill_ahead(buffer);
   if (ahead) read_ahead_.note_read(request.header.pid, inode.ino(), in.offset, wanted, size, file->writes);
@@ -302,7 +297,7 @@ void BufferOperations::lseek(const File& file, Request& request, Responder respo
 void BufferOperations::flush(const File& /*file*/, Request& /*request*/, Responder responder) { responder.ok(); }
 
 void BufferOperations::fsync(const File& /*file*/, Request& /*request*/, Responder responder) {
-  table_.asks_for_fsync() ? responder.ok() : responder.error(ENOSYS);
+  responder.answer(table_.asks_for_fsync() ? 0 : ENOSYS);
 }
 
 void BufferOperations::fallocate(const File& file, Request& request, Responder responder) {
@@ -329,26 +324,17 @@ void BufferOperations::fallocate(const File& file, Request& request, Responder r
 // file as it was.
 Status BufferOperations::allocate(Inode& inode, const fuse_fallocate_in& in, const Cancellation& cancellation) const {
   Buffer& buffer = *inode.buffer();
-  const bool keep_size = (in.mode & FALLOC_FL_KEEP_SIZE) != 0;
-  const std::uint32_t kind = in.mode & ~static_cast<std::uint32_t>(FALLOC_FL_KEEP_SIZE);
-  if (kind == FALLOC_FL_PUNCH_HOLE) {
-    if (!keep_size) return Status(EOPNOTSUPP, "punching a hole keeps the size");
-    return buffer.punch(in.offset, in.length);
-  }
-  if (kind != 0 && kind != FALLOC_FL_ZERO_RANGE) return Status(EOPNOTSUPP, "unsupported mode of fallocate");
-
-  const auto apply = [&](std::uint64_t offset, std::uint64_t bytes, bool keep) {
-    return kind == 0 ? buffer.allocate(offset, bytes, keep) : buffer.zero_range(offset, bytes, keep);
-  };
-  if (in.length <= kAllocateChunk) return apply(in.offset, in.length, keep_size);
+  const bool takes_memory = (in.mode & FALLOC_FL_PUNCH_HOLE) == 0;
+  if (!takes_memory || in.length <= kAllocateChunk) return buffer.fallocate(in.mode, in.offset, in.length);
   const MemoryInfo memory = TRY(buffer.device()->memory());
-  if (std::min(memory.free_bytes, buffer.charge().available()) < in.length)
-    return apply(in.offset, in.length, keep_size);
+  if (std::min(memory.free_bytes, buffer.charge().available()) < in.length) {
+    return buffer.fallocate(in.mode, in.offset, in.length);
+  }
   for (std::uint64_t done = 0; done < in.length;) {
     if (cancellation.requested()) return Status(EINTR, "interrupted");
     const std::uint64_t bytes = std::min(kAllocateChunk, in.length - done);
     const bool last = done + bytes == in.length;
-    TRY(apply(in.offset + done, bytes, keep_size || !last));
+    TRY(buffer.fallocate(last ? in.mode : in.mode | FALLOC_FL_KEEP_SIZE, in.offset + done, bytes));
     done += bytes;
   }
   return {};
@@ -358,10 +344,10 @@ void BufferOperations::copy(const File& from, const File& to, const Request& req
                             Responder responder) {
   const fuse_copy_file_range_in& in = copy.in;
   const SetIdLoss loss = to->inode->bare_set_gid_to_clear(Caller::of(request.header));
-  Buffer& target = *to->inode->buffer();
-  if (target.copies_briefly(*from->inode->buffer(), in.off_in, in.len)) {
+  ExtentBuffer* const target = to->inode->buffer()->growing();
+  if (target != nullptr && target->copies_briefly(*from->inode->buffer(), in.off_in, in.len)) {
     const Result<std::uint64_t> copied =
-        target.copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, nullptr, Wait::kForbidden);
+        target->copy_from(*from->inode->buffer(), in.off_in, in.off_out, in.len, nullptr, Wait::kForbidden);
     if (copied.ok()) {
       finish_copy(*from->inode, *to->inode, loss, copied.value());
       return reply_copied(responder, copy.wide, copied.value());

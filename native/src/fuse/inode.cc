@@ -48,7 +48,7 @@ void Inode::Writer::record() const {
   if (!was_known && !inode_.target_.empty()) records.put_target(inode_.ino_, inode_.target_);
   const std::uint64_t known_changes = was_known ? extended_changes_ : 0;
   if (extended_changes() != known_changes) records.put_extended(inode_.ino_, state_.extended->image());
-  if (inode_.buffer_ && (!was_known || contents_moved_)) records.put_contents(inode_.ino_, inode_.buffer_->kept());
+  if (inode_.buffer_ && (!was_known || contents_moved_)) records.put_contents(inode_.ino_, inode_.own_buffer().kept());
 }
 
 void Inode::Writer::remove_record() const {
@@ -94,14 +94,13 @@ void Inode::inherit(const Inode& directory, std::uint32_t umask) {
     const ExtendedAttributes::Value* const found = reader->extended ? reader->extended->find(kDefaultAcl) : nullptr;
     if (found != nullptr) list = *found;
   }
-  const bool is_directory = S_ISDIR(kind());
   const Writer writer(*this);
   if (buffer_) buffer_->charge().move(Charge::kDirectory, account);
   writer->directory_account = std::move(account);
   std::uint32_t& mode = writer->record.attributes.mode;
   if ((above.mode & S_ISGID) != 0) {
     writer->record.attributes.gid = above.gid;
-    if (is_directory) mode |= S_ISGID;
+    if (is_directory()) mode |= S_ISGID;
   }
   if (S_ISLNK(kind())) return;
   if (list.empty()) {
@@ -111,10 +110,10 @@ void Inode::inherit(const Inode& directory, std::uint32_t umask) {
   ExtendedAttributes::Value access = list;
   acl_inherit(access, mode);
   const bool minimal = acl_is_minimal(access);
-  if (minimal && !is_directory) return;
+  if (minimal && !is_directory()) return;
   writer->extended = std::make_unique<ExtendedAttributes>();
   if (!minimal) static_cast<void>(writer->extended->set(kAccessAcl, access, 0));
-  if (is_directory) static_cast<void>(writer->extended->set(kDefaultAcl, list, 0));
+  if (is_directory()) static_cast<void>(writer->extended->set(kDefaultAcl, list, 0));
 }
 
 // ---- questions ----

@@ -3,6 +3,8 @@
 // Thread-safe.
 #pragma once
 
+#include <sys/stat.h>
+
 #include <atomic>
 #include <cstdint>
 #include <list>
@@ -21,7 +23,7 @@
 #include "fuse/records.h"
 #include "gpufs.h"
 #include "memory/account.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 
 namespace gpufs::fuse {
 
@@ -116,6 +118,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
   // As they are now; size and blocks of a regular file are the buffer's.
   [[nodiscard]] gpufs_attributes attributes() const;
   [[nodiscard]] std::uint32_t kind() const { return kind_; }  // S_IF of its mode
+  [[nodiscard]] bool is_directory() const { return S_ISDIR(kind_); }
   // The mount's own, which keep their names: all but what is below the directories of devices.
   [[nodiscard]] bool is_fixed() const { return device_ < 0; }
   [[nodiscard]] Timestamp birth() const;
@@ -157,6 +160,8 @@ class Inode : public std::enable_shared_from_this<Inode> {
     State state;
   };
 
+  // What replace_buffer() leaves as it was. The inode has a buffer.
+  [[nodiscard]] ExtentBuffer& own_buffer() const { return *buffer_->growing(); }
   // Set-gid without execution for the group, and the caller is outside that group. Reads /proc only then.
   [[nodiscard]] bool has_bare_set_gid_foreign_to(const Caller& caller) const;
   // Applies what a directory passes on to a new entry; before the inode is visible.

@@ -58,6 +58,7 @@ constexpr std::chrono::seconds kFreeTimeout{3};
 constexpr std::chrono::seconds kStayTimeout{10};
 // An extended attribute: the file stays on its device, whoever needs space.
 constexpr const char* kPinned = "user.gpufs-pinned";
+constexpr bool kPreallocates = true;  // see trim_later()
 
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
@@ -72,7 +73,7 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const Wanted& wanted) {
   }
   std::shared_ptr<Buffer> buffer;
   if (is_regular(attributes.mode) && attributes.device >= 0) {
-    buffer = TRY(Buffer::create(devices_[static_cast<std::size_t>(attributes.device)], /*preallocates=*/true));
+    buffer = std::make_shared<ExtentBuffer>(devices_[static_cast<std::size_t>(attributes.device)], kPreallocates);
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
   if (attributes.ino == 0) attributes.ino = ino_numbers_.next();
@@ -88,16 +89,16 @@ Result<std::shared_ptr<Inode>> InodeTable::add(const Wanted& wanted) {
 
 void InodeTable::watch_contents(const std::shared_ptr<Inode>& inode) {
   if (!inode->buffer_) return;
-  inode->buffer_->watch({.moved =
-                             [moved = std::weak_ptr<Inode>(inode)] {
-                               if (const std::shared_ptr<Inode> found = moved.lock()) {
-                                 Inode::Writer(*found).contents_moved();
-                               }
-                             },
-                         .freed =
-                             [this, watched = std::weak_ptr<Inode>(inode)](std::shared_ptr<Buffer> parked) {
-                               if (watched.lock()) free_parked(std::move(parked));
-                             }});
+  inode->own_buffer().watch({.moved =
+                                 [moved = std::weak_ptr<Inode>(inode)] {
+                                   if (const std::shared_ptr<Inode> found = moved.lock()) {
+                                     Inode::Writer(*found).contents_moved();
+                                   }
+                                 },
+                             .freed =
+                                 [this, watched = std::weak_ptr<Inode>(inode)](std::shared_ptr<Buffer> parked) {
+                                   if (watched.lock()) free_parked(std::move(parked));
+                                 }});
 }
 
 void InodeTable::free_parked(std::shared_ptr<Buffer> parked) {
@@ -140,7 +141,7 @@ Status InodeTable::metadata_full(std::uint32_t uid) const {
 }
 
 void InodeTable::was_read(Inode& inode) const {
-  const bool directory = S_ISDIR(inode.kind());
+  const bool directory = inode.is_directory();
   inode.was_read((directory ? directory_access_times_ : access_times_).load(std::memory_order_relaxed));
 }
 
@@ -230,7 +231,7 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait)
     if (writer->extended) writer->extended->follow_mode(ours.mode);
   }
   if (pays) inode.buffer_->charge().move(Charge::kOwner, std::move(payer));
-  if (pays && inode.buffer_->bytes_parked() > 0) inode.buffer_->charge_parked_to(host_account(*changes.uid));
+  if (pays && inode.buffer_->bytes_parked() > 0) inode.own_buffer().charge_parked_to(host_account(*changes.uid));
   if (pays && inode.replacement_) inode.replacement_->charge().move_to_accounts_of(inode.buffer_->charge());
   if (changes.uid) {
     Metadata::Share* const share = metadata_.share_of(*changes.uid);
@@ -247,7 +248,7 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait)
 
 Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) {
   const std::uint32_t before = inode->attributes().nlink;
-  const std::uint64_t more = S_ISDIR(inode->kind_) || links <= before ? 0 : links - before;
+  const std::uint64_t more = inode->is_directory() || links <= before ? 0 : links - before;
   bool must_be_freed = false;
   const auto change = [&](Inode::State& state) {
     state.record.attributes.nlink = links;
@@ -263,8 +264,7 @@ Status InodeTable::set_links(std::shared_ptr<Inode> inode, std::uint32_t links) 
 }
 
 Status InodeTable::limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes) {
-  if (device < 0 || device >= static_cast<std::int32_t>(devices_.size()))
-    return Status(EINVAL, "no device " + std::to_string(device));
+  if (!has_device(device)) return Status(EINVAL, "no device " + std::to_string(device));
   quotas_.limit_user(device, uid, bytes);
   return {};
 }
@@ -301,10 +301,10 @@ Result<bool> InodeTable::park(Inode& inode) {
 }
 
 Result<bool> InodeTable::park_for_owner(Inode& inode, const std::shared_ptr<DeviceContext>& host) {
-  Result<bool> parked = inode.buffer_->park(host, host_account(inode.attributes().uid));
+  Result<bool> parked = inode.own_buffer().park(host, host_account(inode.attributes().uid));
   // The owner may have changed while the contents were copied.
   const Inode::Writer writer(inode);
-  inode.buffer_->charge_parked_to(host_account(writer->record.attributes.uid));
+  inode.own_buffer().charge_parked_to(host_account(writer->record.attributes.uid));
   return parked;
 }
 
@@ -326,8 +326,8 @@ std::vector<std::shared_ptr<Inode>> InodeTable::idle_files(std::int32_t device) 
   std::vector<std::pair<std::chrono::steady_clock::time_point, std::shared_ptr<Inode>>> idle;
   for (std::shared_ptr<Inode>& inode : all()) {
     if (inode->device_ != device || !inode->buffer_ || inode->replaced_) continue;
-    const Buffer& buffer = *inode->buffer_;
-    if (buffer.bytes_held() < buffer.device()->info().granule || buffer.is_leased()) continue;
+    const ExtentBuffer& buffer = inode->own_buffer();
+    if (buffer.bytes_held() < buffer.device()->info().granule || buffer.leased()) continue;
     {
       const Inode::Reader reader(*inode);
       const bool is_pinned = reader->extended && reader->extended->find(kPinned) != nullptr;
@@ -351,7 +351,7 @@ bool InodeTable::evict(std::int32_t device, std::uint64_t needed) {
     const Result<MemoryInfo> memory = devices_[static_cast<std::size_t>(device)]->memory();
     if (memory.ok() && memory.value().free_bytes + parkable_bytes(idle) < needed) return false;
     for (const std::shared_ptr<Inode>& inode : idle) {
-      const auto until = inode->buffer_->stays_until();
+      const auto until = inode->own_buffer().stays_until();
       if (until > std::chrono::steady_clock::now()) {
         soonest = std::min(soonest, until);
         continue;
@@ -422,7 +422,7 @@ Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buf
 
 Result<std::uint64_t> InodeTable::open(const std::shared_ptr<Inode>& inode, int flags) {
   if (!inode->buffer_) {
-    return Status(S_ISDIR(inode->kind_) ? EISDIR : EINVAL, "inode " + std::to_string(inode->ino_) + " has no buffer");
+    return Status(inode->is_directory() ? EISDIR : EINVAL, "inode " + std::to_string(inode->ino_) + " has no buffer");
   }
   const bool writes = (flags & O_ACCMODE) != O_RDONLY;
   const Inode::Writer writer(*inode);
@@ -453,7 +453,7 @@ Status InodeTable::release(std::uint64_t fh) {
     --writer->open_files;
     if (writes) --writer->open_writers;
     // At each close without a writer: the last try may have found the buffer in use.
-    trims = writer->open_writers == 0 && writer->record.attributes.nlink != 0 && inode->buffer_->may_trim();
+    trims = writer->open_writers == 0 && writer->record.attributes.nlink != 0 && inode->own_buffer().may_trim();
     must_be_freed = update_expected(*inode, *writer);
   }
   if (must_be_freed) {
@@ -531,7 +531,7 @@ void InodeTable::trim_later(const std::shared_ptr<Inode>& inode) {
   executor_.submit({Executor::Lane::Kind::kRelease, inode->device_, 0}, nullptr, 0,
                    [closed = std::weak_ptr<Inode>(inode)](int refusal, Cancellation&) {
                      const std::shared_ptr<Inode> found = refusal == 0 ? closed.lock() : nullptr;
-                     if (found) (void)found->buffer_->trim(std::chrono::milliseconds(0));
+                     if (found) (void)found->own_buffer().trim(std::chrono::milliseconds(0));
                    });
 }
 
@@ -613,9 +613,10 @@ Result<std::shared_ptr<Inode>> InodeTable::restore_inode(Restored& found, const 
   if (found.contents.has_value() != has_contents) {
     return Status(EPROTO, has_contents ? "its contents are missing" : "it cannot have contents");
   }
-  std::shared_ptr<Buffer> buffer;
+  std::shared_ptr<ExtentBuffer> buffer;
   if (has_contents) {
-    buffer = TRY(Buffer::restore(devices_[static_cast<std::size_t>(attributes.device)], *found.contents, host_tier()));
+    buffer = std::make_shared<ExtentBuffer>(devices_[static_cast<std::size_t>(attributes.device)], kPreallocates);
+    TRY(buffer->restore(*found.contents, host_tier()));
     if (found.contents->parked) buffer->charge_parked_to(host_account(attributes.uid));
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
@@ -676,7 +677,7 @@ Status InodeTable::restore() {
   restore_directories();
   // From now on a buffer's record is written with each step.
   for (const std::shared_ptr<Inode>& inode : incomplete) {
-    if (Status whole = inode->buffer_->complete_shift(); !whole.ok()) {
+    if (Status whole = inode->own_buffer().complete_shift(); !whole.ok()) {
       log_error("inode ", inode->ino_, ": ", whole.message());
     }
   }

@@ -27,7 +27,7 @@
 #include "fuse/records.h"
 #include "gpufs.h"
 #include "memory/account.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 
 namespace gpufs::fuse {
 
@@ -154,8 +154,8 @@ class InodeTable {
   // The name of a device's directory.
   [[nodiscard]] std::string directory_of(std::int32_t device) const;
 
-  // Moves a file's contents to the host tier: Buffer::park(). EOPNOTSUPP: the mount has none, EINVAL: the file is not
-  // one on a device. The file's owner pays there.
+  // Moves a file's contents to the host tier: ExtentBuffer::park(). EOPNOTSUPP: the mount has none, EINVAL: the file is
+  // not one on a device. The file's owner pays there.
   Result<bool> park(Inode& inode);
   // From now on a full device parks files that nobody uses, the one first that was used the longest time ago. Not those
   // with the extended attribute user.gpufs-pinned.

@@ -93,8 +93,8 @@ class LongRequests {
   void retry_until_memory(const Executor::Lane& lane, const void* subject, Responder responder, Attempt attempt,
                           Failed failed = {}) {
     run(lane, subject, std::move(responder),
-        [this, &releases = releases_of(lane.device), attempt = std::move(attempt), failed = std::move(failed),
-         deadline = std::chrono::steady_clock::now() + timeout_,
+        [this, &releases = devices_[static_cast<std::size_t>(lane.device)]->releases(), attempt = std::move(attempt),
+         failed = std::move(failed), deadline = std::chrono::steady_clock::now() + timeout_,
          waited = false](Cancellation& cancellation, Responder& reply) mutable -> std::optional<Executor::TimePoint> {
           const std::optional<Releases::TimePoint> before = releases.expected_until();
           const int error = attempt(cancellation, reply);
@@ -119,10 +119,6 @@ class LongRequests {
   }
 
  private:
-  [[nodiscard]] Releases& releases_of(std::int32_t device) const {
-    return devices_[static_cast<std::size_t>(device)]->releases();
-  }
-
   const std::vector<std::shared_ptr<DeviceContext>>& devices_;
   Executor& executor_;
   observe::EngineCounters& counters_;

@@ -35,26 +35,19 @@ struct Created {
 // The texts behind the arguments, each with a zero at its end; nullopt if there are fewer or more.
 template <std::size_t kCount>
 std::optional<std::array<std::string_view, kCount>> texts(const Request& request, std::size_t arguments) {
-  const std::span<const std::byte> body = request.message.subspan(kBodyOffset + arguments);
-  std::string_view rest(reinterpret_cast<const char*>(body.data()), body.size());
   std::array<std::string_view, kCount> found;
   for (std::string_view& text : found) {
-    const std::size_t end = rest.find('\0');
-    if (end == std::string_view::npos) return std::nullopt;
-    text = rest.substr(0, end);
-    rest.remove_prefix(end + 1);
+    const std::optional<std::string_view> next = request.text(arguments);
+    if (!next) return std::nullopt;
+    text = *next;
+    arguments += text.size() + 1;
   }
-  if (!rest.empty()) return std::nullopt;
-  return found;
+  return kBodyOffset + arguments == request.message.size() ? std::optional(found) : std::nullopt;
 }
 
 NewInode wanted_by(const Request& request, std::uint32_t kind, std::uint32_t mode, std::uint32_t umask) {
   return {
       .mode = kind | (mode & kPermissionBits), .umask = umask, .uid = request.header.uid, .gid = request.header.gid};
-}
-
-void reply_status(const Status& status, Responder& responder) {
-  status.ok() ? responder.ok() : responder.error(status.error());
 }
 
 }  // namespace
@@ -81,10 +74,7 @@ fuse_entry_out NameOperations::entry_of(const Inode& inode) const {
   out.entry_valid_nsec = entry_validity_.nanoseconds;
   out.attr.ino = inode.ino();
   fill_attr(inode.attributes(), out.attr);
-  if (may_be_cached(out.attr.mode)) {
-    out.attr_valid = attribute_validity_.seconds;
-    out.attr_valid_nsec = attribute_validity_.nanoseconds;
-  }
+  attribute_validity_.fill(out.attr.mode, out);
   return out;
 }
 
@@ -115,7 +105,7 @@ void NameOperations::lookup(const InodePointer& inode, Request& request, Respond
   const auto name = texts<1>(request, 0);
   if (!name || name->front().empty()) return responder.error(EINVAL);
   // "." is looked up in other inodes than directories, too: by file handles of an NFS export.
-  if (!S_ISDIR(inode->kind()) && name->front() != ".") return responder.error(ENOTDIR);
+  if (!inode->is_directory() && name->front() != ".") return responder.error(ENOTDIR);
   if (name->front().size() > NAME_MAX) return responder.error(ENAMETOOLONG);
   const InodePointer found = names_.look_up(inode, name->front());
   bool held = false;
@@ -186,7 +176,7 @@ void NameOperations::link(const InodePointer& directory, Request& request, Respo
 void NameOperations::remove(const InodePointer& directory, Request& request, Responder responder) {
   const auto name = texts<1>(request, 0);
   if (!name) return responder.error(EINVAL);
-  reply_status(names_.remove(*directory, name->front(), request.header.opcode == FUSE_RMDIR), responder);
+  responder.answer(names_.remove(*directory, name->front(), request.header.opcode == FUSE_RMDIR).error());
 }
 
 void NameOperations::rename(const InodePointer& directory, Request& request, Responder responder) {
@@ -202,8 +192,8 @@ void NameOperations::rename(const InodePointer& directory, Request& request, Res
   const InodePointer to = table_.find(in.newdir);
   if (!to) return responder.error(ESTALE);
   const fuse_in_header& caller = request.header;
-  reply_status(names_.rename(*directory, both->front(), *to, both->back(), in.flags, caller.uid, caller.gid),
-               responder);
+  responder.answer(
+      names_.rename(*directory, both->front(), *to, both->back(), in.flags, caller.uid, caller.gid).error());
 }
 
 void NameOperations::readlink(const InodePointer& inode, Request& /*request*/, Responder responder) {
@@ -222,7 +212,7 @@ void NameOperations::open(const InodePointer& inode, Request& request, Responder
 }
 
 void NameOperations::opendir(const InodePointer& inode, Request& /*request*/, Responder responder) {
-  if (!S_ISDIR(inode->kind())) return responder.error(ENOTDIR);
+  if (!inode->is_directory()) return responder.error(ENOTDIR);
   auto directory = std::make_shared<OpenDirectory>();
   directory->inode = inode;
   fuse_open_out out{};
@@ -250,7 +240,7 @@ void NameOperations::releasedir(const Directory& /*directory*/, Request& request
 }
 
 void NameOperations::fsyncdir(const Directory& /*directory*/, Request& /*request*/, Responder responder) {
-  table_.asks_for_fsync() ? responder.ok() : responder.error(ENOSYS);
+  responder.answer(table_.asks_for_fsync() ? 0 : ENOSYS);
 }
 
 void NameOperations::readdirplus(const Directory& open, Request& request, Responder responder) {

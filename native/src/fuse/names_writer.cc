@@ -1,7 +1,5 @@
 #include "fuse/names_writer.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <climits>
 #include <string>
@@ -9,8 +7,6 @@
 namespace gpufs::fuse {
 
 namespace {
-
-bool is_folder(const Inode& inode) { return S_ISDIR(inode.kind()); }
 
 // Whether the kernel takes this name from a listing; it refuses the listing otherwise.
 bool is_possible(std::string_view name) {
@@ -29,14 +25,14 @@ void NamesWriter::attach(Inode& directory, std::string_view name, const InodePoi
     entry->second.record = records_.new_name();
     names.by_number_.emplace(entry->second.number, entry);
   } else {
-    is_subdirectory = is_folder(*entry->second.inode);
+    is_subdirectory = entry->second.inode->is_directory();
     lose_place(*entry->second.inode, entry->second.place);
   }
   entry->second.inode = inode;
   entry->second.place = inode->names_.names_.insert(inode->names_.names_.end(), {&directory, &entry->first});
   inode->names_.parent_ = directory.shared_from_this();
   records_.put_name(entry->second.record, {directory.ino(), entry->second.number, inode->ino(), entry->first});
-  changed(directory, static_cast<int>(is_folder(*inode)) - static_cast<int>(is_subdirectory));
+  changed(directory, static_cast<int>(inode->is_directory()) - static_cast<int>(is_subdirectory));
 }
 
 void NamesWriter::detach(Inode& directory, std::string_view name) {
@@ -47,7 +43,7 @@ void NamesWriter::detach(Inode& directory, std::string_view name) {
   records_.remove({journal::kName, entry->second.record});
   names.by_number_.erase(entry->second.number);
   names.entries_.erase(entry);
-  changed(directory, -static_cast<int>(is_folder(*inode)));
+  changed(directory, -static_cast<int>(inode->is_directory()));
 }
 
 void NamesWriter::exchange(Inode& from, std::string_view one, Inode& to, std::string_view other) {
@@ -77,13 +73,13 @@ void NamesWriter::changed(Inode& directory, int subdirectories) {
 
 void NamesWriter::update_links(const InodePointer& inode) {
   const InodeNames& names = inode->names_;
-  const std::size_t links = is_folder(*inode) ? 2 + names.subdirectories_ : names.names_.size();
+  const std::size_t links = inode->is_directory() ? 2 + names.subdirectories_ : names.names_.size();
   static_cast<void>(table_.set_links(inode, static_cast<std::uint32_t>(links)));  // fails only for more links
 }
 
 void NamesWriter::settle(InodePointer inode) {
   InodeNames& names = inode->names_;
-  if (!is_folder(*inode)) {
+  if (!inode->is_directory()) {
     update_links(inode);
   } else {
     names.closed_ = true;
@@ -102,9 +98,9 @@ void NamesWriter::settle(InodePointer inode) {
 bool NamesWriter::restore(std::uint64_t id, const NameRecord& record, const InodePointer& directory,
                           const InodePointer& inode) {
   InodeNames& names = directory->names_;
-  if (!is_folder(*directory) || !is_possible(record.text)) return false;
+  if (!directory->is_directory() || !is_possible(record.text)) return false;
   // A directory has one name, and not below itself.
-  if (is_folder(*inode) &&
+  if (inode->is_directory() &&
       (inode->ino() == InodeTable::kRootInode || !inode->names_.names_.empty() || is_below(*inode, directory.get()))) {
     return false;
   }
@@ -116,7 +112,7 @@ bool NamesWriter::restore(std::uint64_t id, const NameRecord& record, const Inod
   inode->names_.parent_ = directory;
   names.by_number_.emplace_hint(names.by_number_.end(), number, entry);
   names.next_number_ = std::max(names.next_number_, number + 1);
-  if (is_folder(*inode)) ++names.subdirectories_;
+  if (inode->is_directory()) ++names.subdirectories_;
   return true;
 }
 
@@ -124,7 +120,7 @@ void NamesWriter::restore_links(InodePointer inode) {
   InodeNames& names = inode->names_;
   const bool is_removed = names.names_.empty() && inode->ino() != InodeTable::kRootInode;
   std::size_t links = names.names_.size();
-  if (is_folder(*inode)) {
+  if (inode->is_directory()) {
     names.closed_ = is_removed;
     links = is_removed ? 0 : 2 + names.subdirectories_;
   }

@@ -18,8 +18,6 @@ namespace {
 // Programs read so much at once: a larger size only makes small reads slow.
 constexpr std::uint32_t kBufferBlock = 1 << 20;
 
-bool is_directory(const Inode& inode) { return S_ISDIR(inode.kind()); }
-
 bool is_special(std::string_view name) { return name == "." || name == ".." || name.empty(); }
 
 Status check_name(std::string_view name) {
@@ -28,7 +26,7 @@ Status check_name(std::string_view name) {
 
 // Whether a directory takes this new name.
 Status check_new_name(const Inode& directory, const InodeNames& names, std::string_view name) {
-  if (!is_directory(directory)) return Status(ENOTDIR, "not a directory");
+  if (!directory.is_directory()) return Status(ENOTDIR, "not a directory");
   TRY(check_name(name));
   if (is_special(name) || names.entries().contains(name)) return Status(EEXIST, "the name exists");
   if (directory.is_fixed()) return Status(EPERM, "the directory belongs to the mount");
@@ -38,7 +36,7 @@ Status check_new_name(const Inode& directory, const InodeNames& names, std::stri
 
 // Whether users may change the names in a directory.
 Status check_users_directory(const Inode& directory) {
-  if (!is_directory(directory)) return Status(ENOTDIR, "not a directory");
+  if (!directory.is_directory()) return Status(ENOTDIR, "not a directory");
   return directory.is_fixed() ? Status(EPERM, "the directory belongs to the mount") : Status();
 }
 
@@ -56,10 +54,10 @@ bool same_realm(const Inode& one, const Inode& other) {
 }
 
 Status check_replaceable(const Inode& inode, const Inode& target, const InodeNames& target_names) {
-  if (is_directory(target)) {
-    if (!is_directory(inode)) return Status(EISDIR, "a directory");
+  if (target.is_directory()) {
+    if (!inode.is_directory()) return Status(EISDIR, "a directory");
     if (!target_names.entries().empty()) return Status(ENOTEMPTY, "the directory has entries");
-  } else if (is_directory(inode)) {
+  } else if (inode.is_directory()) {
     return Status(ENOTDIR, "not a directory");
   }
   return {};
@@ -78,7 +76,7 @@ Result<Namespace::InodePointer> Namespace::place(std::uint64_t directory, std::s
                                                  gpufs_attributes attributes, std::string_view target) {
   NamesWriter writer(mutex_, table_);
   const InodePointer above = table_.find(directory);
-  if (directory != 0 && (!above || !is_directory(*above))) return Status(ENOENT, "no such directory");
+  if (directory != 0 && (!above || !above->is_directory())) return Status(ENOENT, "no such directory");
   const Timestamp now = Timestamp::now();
   set_atime(attributes, now);
   set_mtime(attributes, now);
@@ -160,7 +158,7 @@ Result<Namespace::Opened> Namespace::create_open(Inode& directory, std::optional
 Status Namespace::link(const InodePointer& inode, Inode& directory, std::string_view name) {
   NamesWriter writer(mutex_, table_);
   const InodeNames& names = inode->names_;
-  if (is_directory(*inode) || inode->is_fixed()) return Status(EPERM, "an inode that has one name");
+  if (inode->is_directory() || inode->is_fixed()) return Status(EPERM, "an inode that has one name");
   TRY(check_new_name(directory, directory.names_, name));
   if (!same_realm(*inode, directory)) return Status(EXDEV, "another device, or across a limited directory");
   const bool is_unnamed = Inode::Reader(*inode)->record.first_directory != 0;
@@ -179,8 +177,8 @@ Status Namespace::remove(Inode& directory, std::string_view name, bool removes_d
   if (removes_directory && name == ".") return Status(EINVAL, "a name that cannot be removed");
   if (removes_directory && name == "..") return Status(ENOTEMPTY, "the directory has entries");
   InodePointer inode = TRY(find_entry(directory.names_, name));
-  if (is_directory(*inode) && !removes_directory) return Status(EISDIR, "a directory");
-  if (!is_directory(*inode) && removes_directory) return Status(ENOTDIR, "not a directory");
+  if (inode->is_directory() && !removes_directory) return Status(EISDIR, "a directory");
+  if (!inode->is_directory() && removes_directory) return Status(ENOTDIR, "not a directory");
   if (!inode->names_.entries().empty()) return Status(ENOTEMPTY, "the directory has entries");
   writer.detach(directory, name);
   writer.settle(std::move(inode));
@@ -190,7 +188,7 @@ Status Namespace::remove(Inode& directory, std::string_view name, bool removes_d
 
 std::vector<std::pair<std::uint64_t, std::string>> Namespace::remove_names(Inode& inode) {
   std::vector<std::pair<std::uint64_t, std::string>> removed;
-  if (is_directory(inode)) return removed;
+  if (inode.is_directory()) return removed;
   for (;;) {
     NamesWriter writer(mutex_, table_);  // for each: there may be many, and requests wait for it
     if (inode.names_.names().empty()) return removed;
@@ -203,7 +201,7 @@ std::vector<std::pair<std::uint64_t, std::string>> Namespace::remove_names(Inode
 
 std::vector<std::pair<std::uint64_t, std::string>> Namespace::names_of(const Inode& inode) const {
   std::vector<std::pair<std::uint64_t, std::string>> found;
-  if (is_directory(inode)) return found;
+  if (inode.is_directory()) return found;
   const std::shared_lock lock(mutex_);
   for (const InodeNames::Name& name : inode.names_.names()) found.emplace_back(name.directory->ino(), *name.text);
   return found;
@@ -259,7 +257,7 @@ Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std:
 Status Namespace::limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes) {
   const NamesWriter writer(mutex_, table_);
   const InodePointer directory = table_.find(ino);
-  if (!directory || !is_directory(*directory) || directory->is_fixed() || directory->names_.closed()) {
+  if (!directory || !directory->is_directory() || directory->is_fixed() || directory->names_.closed()) {
     return Status(EINVAL, "only directories on a device, MOUNT/gpu0 and below, can have a limit");
   }
   std::shared_ptr<Account> account = table_.quotas().directory(ino);
@@ -299,7 +297,7 @@ void Namespace::name_again(NamesWriter& writer, const InodePointer& inode) {
   const std::string name = "lost+" + std::to_string(inode->ino());
   const auto found = root->names_.entries().find(device);
   if (found == root->names_.entries().end()) {
-    if (is_directory(*inode)) writer.attach(*root, device, inode);  // the directory is the device's own
+    if (inode->is_directory()) writer.attach(*root, device, inode);  // the directory is the device's own
   } else if (!found->second.inode->names_.entries().contains(name)) {
     log_error("inode ", inode->ino(), " has lost its name: it is ", device, "/", name, " now");
     writer.attach(*found->second.inode, name, inode);

@@ -19,11 +19,9 @@ std::vector<std::byte> bytes_of(const T& value) {
   return {bytes.begin(), bytes.end()};
 }
 
-fuse_notify_inval_inode_out whole_inode(std::uint64_t ino) {
-  fuse_notify_inval_inode_out out{};
-  out.ino = ino;
-  out.len = 0;  // to the end
-  return out;
+// from: 0: the contents to the end and the attributes; -1: the attributes alone.
+std::vector<std::byte> inode_from(std::uint64_t ino, std::int64_t from) {
+  return bytes_of(fuse_notify_inval_inode_out{ino, from, 0});
 }
 
 }  // namespace
@@ -31,16 +29,13 @@ fuse_notify_inval_inode_out whole_inode(std::uint64_t ino) {
 // On the executor as well: only there is the transport sure to be open.
 Status Notifier::invalidate_inode(std::uint64_t ino) {
   const auto done = std::make_shared<std::promise<void>>();
-  Status queued = queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(whole_inode(ino)), [done](int) { done->set_value(); });
+  Status queued = queue(FUSE_NOTIFY_INVAL_INODE, inode_from(ino, 0), [done](int) { done->set_value(); });
   done->get_future().wait();
   return queued;
 }
 
 void Notifier::if_forgotten(std::uint64_t ino, std::function<void()> then) {
-  fuse_notify_inval_inode_out attributes{};
-  attributes.ino = ino;
-  attributes.off = -1;  // no contents
-  (void)queue(FUSE_NOTIFY_INVAL_INODE, bytes_of(attributes), [then = std::move(then)](int error) {
+  (void)queue(FUSE_NOTIFY_INVAL_INODE, inode_from(ino, -1), [then = std::move(then)](int error) {
     if (error == ENOENT) then();
   });
 }

@@ -19,7 +19,7 @@
 
 #include "gpufs.h"
 #include "journal/journal.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 
 namespace gpufs::fuse {
 

@@ -1,5 +1,6 @@
 #include "fuse/request.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <exception>
 #include <utility>
@@ -8,6 +9,13 @@
 #include "fuse/transport.h"
 
 namespace gpufs::fuse {
+
+std::optional<std::string_view> Request::text(std::size_t arguments) const {
+  const std::span<const std::byte> rest = message.subspan(std::min(kBodyOffset + arguments, message.size()));
+  const std::string_view all(reinterpret_cast<const char*>(rest.data()), rest.size());
+  const std::size_t end = all.find('\0');
+  return end == all.npos ? std::nullopt : std::optional(all.substr(0, end));
+}
 
 Responder::Responder(Responder&& other) noexcept
     : transport_(std::exchange(other.transport_, nullptr)),

@@ -7,7 +7,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <string_view>
 
 #include "fuse/protocol.h"
 
@@ -31,6 +33,8 @@ struct Request {
     static_cast<void>(read_struct(message, kBodyOffset, &value));
     return value;
   }
+  // The text behind so many bytes of arguments, up to its zero; nullopt: there is none.
+  [[nodiscard]] std::optional<std::string_view> text(std::size_t arguments) const;
 };
 
 // The duty to answer one request exactly once. Its owner must reply or pass it on; destroyed without a reply it answers
@@ -54,6 +58,8 @@ class Responder {
   [[nodiscard]] bool pending() const { return transport_ != nullptr; }
 
   void ok() { deliver(0, {}); }
+  // 0: ok().
+  void answer(int error) { error == 0 ? ok() : this->error(error); }
   void error(int error);
   void data(std::span<const iovec> body);
   void data(std::span<const std::byte> body);

@@ -37,7 +37,7 @@ void TargetMemory::claim(std::uint64_t bytes) {
 
 Status TargetMemory::punch(Extents holes, const std::atomic<bool>& cancelled) {
   holes_ = std::move(holes);
-  Buffer& buffer = *growing_;
+  ExtentBuffer& buffer = *growing_;
   for (const Extent& hole : holes_) {
     if (cancelled) return Status(ECANCELED, "cancelled");
     const std::uint64_t start = offset_ + hole.offset;
@@ -129,7 +129,7 @@ Result<TransferTarget::Pin> TargetMemory::pin(std::uint64_t offset, std::uint64_
 
 Status TargetMemory::finish_load(std::uint64_t reached, std::uint64_t touched) {
   if (growing_ == nullptr) return {};
-  Buffer& buffer = *growing_;
+  ExtentBuffer& buffer = *growing_;
   {
     const std::lock_guard lock(mutex_);
     touched = std::max(touched, allocated_end_);
@@ -157,7 +157,7 @@ bool TargetMemory::in_use() const {
 void TargetMemory::release() {
   std::shared_ptr<TransferTarget> dropped;  // destroyed without the lock, as the next two
   std::shared_ptr<TransferTarget> counted;
-  std::shared_ptr<const Buffer::Claim> claim;
+  std::shared_ptr<const ExtentBuffer::Claim> claim;
   const std::lock_guard lock(mutex_);
   closed_ = true;
   if (accesses_ > 0) return;

@@ -11,7 +11,7 @@
 
 #include "base/status.h"
 #include "io/plan.h"
-#include "memory/buffer.h"
+#include "memory/extent_buffer.h"
 #include "observe/counters.h"
 
 namespace gpufs {
@@ -76,14 +76,14 @@ class TargetMemory {
 
   std::shared_ptr<TransferTarget> target_;   // null once released
   std::shared_ptr<TransferTarget> counted_;  // likewise
-  Buffer* const growing_;                    // TransferTarget::growing()
+  ExtentBuffer* const growing_;              // TransferTarget::growing()
   const bool load_;
   const std::uint64_t offset_;
   const std::uint64_t smallest_step_;
   // Constant once the transfer is prepared.
   std::uint64_t total_ = 0;
   Extents holes_;
-  std::shared_ptr<const Buffer::Claim> claim_;  // of a load into a buffer, until its end
+  std::shared_ptr<const ExtentBuffer::Claim> claim_;  // of a load into a buffer, until its end
 
   // Guards all below. No call of the buffer is made under it.
   mutable std::mutex mutex_;

@@ -29,11 +29,6 @@ constexpr int kCpusForPages = 4;
 // threads return as soon as they get a CPU or the disk.
 constexpr int kPatience = 20;
 
-bool has_hole(TransferTarget& target, std::uint64_t offset, std::uint64_t bytes) {
-  Result<std::uint64_t> hole = target.seek_hole(offset);
-  return hole.ok() && hole.value() < offset + bytes;
-}
-
 std::uint64_t group_of(const BackingFacts& file) {
   return file.may_hang ? Scheduler::Job::kMayHang : file.always_hot ? Scheduler::Job::kNeverStalls : file.disk;
 }
@@ -335,7 +330,8 @@ Status Transfer::preallocate(std::uint64_t file_size, const Plan& plan) {
   {
     const TargetMemory::AccessGuard access = memory_.access();
     if (!access) return cancelled_status();
-    if (request().sparse && has_hole(memory_.target(), request().target_offset, plan.bytes())) return {};
+    const std::uint64_t start = request().target_offset;
+    if (request().sparse && memory_.target().has_hole(start, start + plan.bytes())) return {};
   }
   return store_file_.preallocate(plan.bytes(), cancelled_);
 }

@@ -3,6 +3,8 @@
 
 #include "memory/buffer.h"
 
+#include <linux/falloc.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <utility>
@@ -42,21 +44,11 @@ Status copy_between(const DeviceContext& to, DeviceAddress destination, const De
 
 }  // namespace
 
-Result<std::shared_ptr<Buffer>> Buffer::create(std::shared_ptr<DeviceContext> device, bool preallocates) {
-  return std::shared_ptr<Buffer>(std::make_shared<ExtentBuffer>(std::move(device), preallocates));
-}
-
-Result<std::shared_ptr<Buffer>> Buffer::restore(std::shared_ptr<DeviceContext> device, const KeptContents& contents,
-                                                const std::shared_ptr<DeviceContext>& host) {
-  auto buffer = std::make_shared<ExtentBuffer>(std::move(device), /*preallocates=*/true);
-  TRY(buffer->restore(contents, host));
-  return std::shared_ptr<Buffer>(std::move(buffer));
-}
-
 Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
                                         std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait) {
-  if (const std::shared_ptr<Buffer> parked = &source != this ? source.parked() : nullptr) {
-    return copy_from(*parked, source_offset, offset, bytes, cancelled, wait);
+  if (const ExtentBuffer* const own = source.growing(); own != nullptr && own != this) {
+    const std::shared_ptr<Buffer> parked = own->parked();
+    if (parked != nullptr) return copy_from(*parked, source_offset, offset, bytes, cancelled, wait);
   }
   const std::uint64_t source_size = source.size();
   if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};
@@ -113,6 +105,20 @@ Status Buffer::punch(std::uint64_t /*offset*/, std::uint64_t /*bytes*/) { return
 
 Status Buffer::zero_range(std::uint64_t /*offset*/, std::uint64_t /*bytes*/, bool /*keep_size*/) {
   return refuse_change();
+}
+
+Status Buffer::fallocate(std::uint32_t mode, std::uint64_t offset, std::uint64_t bytes) {
+  const bool keep_size = (mode & FALLOC_FL_KEEP_SIZE) != 0;
+  switch (mode & ~static_cast<std::uint32_t>(FALLOC_FL_KEEP_SIZE)) {
+    case 0:
+      return allocate(offset, bytes, keep_size);
+    case FALLOC_FL_PUNCH_HOLE:
+      return keep_size ? punch(offset, bytes) : Status(EOPNOTSUPP, "punching a hole keeps the size");
+    case FALLOC_FL_ZERO_RANGE:
+      return zero_range(offset, bytes, keep_size);
+    default:
+      return Status(EOPNOTSUPP, "unsupported mode of fallocate");
+  }
 }
 
 // NOLINTNEXTLINE(performance-unnecessary-value-param): the implementations keep it

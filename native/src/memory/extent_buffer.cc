@@ -212,7 +212,7 @@ Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint6
   return pin;
 }
 
-std::shared_ptr<const Buffer::Claim> ExtentBuffer::claim(const Extent& range) {
+std::shared_ptr<const ExtentBuffer::Claim> ExtentBuffer::claim(const Extent& range) {
   std::list<Claim>::iterator made;
   {
     const std::lock_guard lock(state_mutex_);

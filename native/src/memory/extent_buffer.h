@@ -37,17 +37,40 @@
 #include <optional>
 #include <vector>
 
+#include "base/extents.h"
 #include "device/device_context.h"
 #include "memory/buffer.h"
 #include "memory/slab_pool.h"
 
 namespace gpufs {
 
+// Contents on their way to another placement, in steps of a few MiB: see extent_buffer_placement.cc.
+struct Shift {
+  std::uint64_t to = 0;
+  std::uint64_t step = 0;  // its bytes are in the scratch, those before it have moved; the first is 1, 0: no shift
+};
+
+// What another process needs to have the same contents: memory that a MemoryKeeper keeps.
+struct KeptContents {
+  std::uint64_t size = 0;
+  std::uint64_t memory = 0;  // its number; 0: none
+  Extent slot;               // of a small file, in that memory; no bytes for others
+  Extents extents;           // of others: whole granules
+  std::uint64_t placement = 0;
+  Shift shift;
+  // Whether all of this is said of the host tier's memory, to which the contents are parked; and the placement that
+  // they have on their device when they are back.
+  bool parked = false;
+  std::uint64_t own_placement = 0;
+};
+
 class ExtentBuffer : public Buffer {
  public:
   using TimePoint = std::chrono::steady_clock::time_point;
 
-  ExtentBuffer(std::shared_ptr<DeviceContext> device, bool preallocates);
+  // preallocates: write() takes more memory than it needs when the buffer grows, where that saves time. Only for owners
+  // that call trim() when the last writer is done.
+  explicit ExtentBuffer(std::shared_ptr<DeviceContext> device, bool preallocates = false);
   ~ExtentBuffer() override;
 
   [[nodiscard]] const std::shared_ptr<DeviceContext>& device() const override { return context_; }
@@ -55,42 +78,90 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t bytes_held() const override { return held_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t limit() const override { return kMaximumBytes; }
   [[nodiscard]] std::uint64_t placement() const override { return current()->placement; }
-  [[nodiscard]] Buffer* growing() override { return this; }
-  [[nodiscard]] bool may_trim() const override;
-  bool trim(std::chrono::milliseconds timeout) override;
-  [[nodiscard]] std::shared_ptr<const Claim> claim(const Extent& range) override;
+  [[nodiscard]] ExtentBuffer* growing() override { return this; }
 
-  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
-  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
-  bool publish(std::uint64_t end, const Claim* since = nullptr) override;
-  Status discard_above_size(std::uint64_t offset, std::uint64_t bytes) override;
-  Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) override;
-  Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source, Wait wait) override;
-  Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes, Wait wait) override;
-  Status resize(std::uint64_t size, Wait wait) override;
+  Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) override;
+  Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) override;
+  Result<std::size_t> read(std::uint64_t offset, std::span<std::byte> destination, Wait wait = Wait::kAllowed) override;
+  Result<std::size_t> write(std::uint64_t offset, std::span<const std::byte> source,
+                            Wait wait = Wait::kAllowed) override;
+  Result<Gathered> gather(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) override;
+  Status resize(std::uint64_t size, Wait wait = Wait::kAllowed) override;
   Status allocate(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
   Status punch(std::uint64_t offset, std::uint64_t bytes) override;
   Status zero_range(std::uint64_t offset, std::uint64_t bytes, bool keep_size) override;
   Result<std::uint64_t> seek_data(std::uint64_t offset) override;
   Result<std::uint64_t> seek_hole(std::uint64_t offset) override;
-  [[nodiscard]] bool copies_briefly(const Buffer& source, std::uint64_t source_offset,
-                                    std::uint64_t bytes) const override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label,
-                                       std::optional<std::uint64_t> placement) override;
+                                       std::optional<std::uint64_t> placement = std::nullopt) override;
   Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label) override;
-  [[nodiscard]] KeptContents kept() const override;
-  void watch(Watcher watcher) override { watcher_ = std::move(watcher); }
-  // Before anybody else has the buffer.
-  Status restore(const KeptContents& contents, const std::shared_ptr<DeviceContext>& host);
-  Status complete_shift() override;
-  Result<bool> park(const std::shared_ptr<DeviceContext>& host, std::shared_ptr<Account> payer) override;
-  Status bring_back(Wait wait) override;
-  [[nodiscard]] std::shared_ptr<Buffer> parked() const override;
   [[nodiscard]] std::uint64_t bytes_parked() const override { return parked_bytes_.load(std::memory_order_acquire); }
-  [[nodiscard]] bool is_leased() const override { return leased(); }
-  void charge_parked_to(std::shared_ptr<Account> payer) override;
-  [[nodiscard]] TimePoint last_used() const override { return TimePoint(TimePoint::duration(used_.load())); }
-  [[nodiscard]] TimePoint stays_until() const override { return TimePoint(TimePoint::duration(stays_.load())); }
+
+  // ---- growth ----
+
+  // Some memory is taken ahead of the contents: by a growing buffer that preallocates, and by pins for writing that end
+  // without publish(). trim() releases it, except where a pin for writing or a claim is. So do resize() to the same or
+  // a smaller size, punch(), and every call that finds the device full. Memory above the size that allocate() or
+  // zero_range() took is not among it: only resize() and punch() release that.
+  //
+  // False: nothing was released, since somebody used memory that shares a piece with it, or changed the buffer, for
+  // longer than `timeout`.
+  bool trim(std::chrono::milliseconds timeout);
+  // False: trim() has nothing to do.
+  [[nodiscard]] bool may_trim() const;
+
+  // The range that a load or a copy is about to write. While the claim lives, memory there stays, and a buffer that
+  // needs addresses gets enough of them for the whole range, so that it never moves on the way. A claim keeps the
+  // buffer, too.
+  struct Claim {
+    Extent range;
+    std::uint64_t shrinks = 0;  // how often the buffer had been made smaller before
+  };
+  [[nodiscard]] std::shared_ptr<const Claim> claim(const Extent& range);
+  // size = max(size, end). since: a claim, for callers that cannot hold their pins until then. If the buffer has been
+  // made smaller since that claim, this changes nothing and returns false, as if the shrink had come last.
+  bool publish(std::uint64_t end, const Claim* since = nullptr);
+  // Zeroes what a failed write left there. Call this once the pin is gone. What other pins for writing cover is left to
+  // their holders.
+  Status discard_above_size(std::uint64_t offset, std::uint64_t bytes);
+  // Whether a copy to here takes less time than handing it to another thread would.
+  [[nodiscard]] bool copies_briefly(const Buffer& source, std::uint64_t source_offset, std::uint64_t bytes) const;
+
+  // ---- for the process that takes over ----
+
+  [[nodiscard]] KeptContents kept() const;
+  // Gives a new buffer the contents of one of the last process, before anybody else has it. Those in slots: after
+  // SlabPool::restore(). host: the host tier, null without one.
+  Status restore(const KeptContents& contents, const std::shared_ptr<DeviceContext>& host = nullptr);
+  // After restore() and watch(): completes a shift that the last process had begun.
+  Status complete_shift();
+
+  struct Watcher {
+    // Called whenever the contents have moved, and before memory where they were is used for anything else.
+    std::function<void()> moved = [] {};
+    // Gets what the host tier held of contents that are back, to free it: that takes as long as an eighth of the copy.
+    std::function<void(std::shared_ptr<Buffer>)> freed = [](const std::shared_ptr<Buffer>&) {};
+  };
+  // Once, before the buffer is shared.
+  void watch(Watcher watcher) { watcher_ = std::move(watcher); }
+
+  // ---- parking: see extent_buffer_park.cc ----
+
+  // Moves the contents to the host tier, where `payer` is charged for them; the device's memory is free on return.
+  // False: they stay, being too small for memory of their own. EBUSY: somebody has a lease on them, or writes. ENOSPC,
+  // EDQUOT: the host tier is full, or a limit is reached.
+  Result<bool> park(const std::shared_ptr<DeviceContext>& host, std::shared_ptr<Account> payer);
+  // Moves them back, as every call does that needs them on the device. ENOSPC, EDQUOT: the device is full.
+  Status bring_back(Wait wait);
+  // The contents in the host's memory; null: they are not parked.
+  [[nodiscard]] std::shared_ptr<Buffer> parked() const;
+  void charge_parked_to(std::shared_ptr<Account> payer);
+  // Whether somebody has a lease on the memory.
+  [[nodiscard]] bool leased() const;
+  // When somebody used the memory last; and until when it should not be parked again: for as long as it took to bring
+  // it back.
+  [[nodiscard]] TimePoint last_used() const { return TimePoint(TimePoint::duration(used_.load())); }
+  [[nodiscard]] TimePoint stays_until() const { return TimePoint(TimePoint::duration(stays_.load())); }
 
   // Moves a small file that lives at these addresses to a free slot elsewhere. False: there is none, or somebody writes
   // to the file or changes it.
@@ -228,6 +299,8 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] Extents unused_locked() const;
   // What trim() does. False if somebody still uses memory that would move when the deadline is reached.
   bool release_unused(TimePoint deadline);
+  // Waits until nobody has an older snapshot than the current one. False at the deadline.
+  bool await_readers(TimePoint deadline);
   // Publishes a snapshot of `kept` only, and waits until nobody uses `removed`, nor what the driver moves when it
   // releases that. False at the deadline: everything is as before.
   bool detach(const Extents& kept, const Extents& removed, Exclusion* exclusion, TimePoint deadline);
@@ -252,7 +325,6 @@ class ExtentBuffer : public Buffer {
   Status fix_for_lease(bool writable, bool exports, std::optional<std::uint64_t> placement, std::uint64_t* bytes);
   // Lets the driver move memory again, if no lease forbids that. Needs mutation_mutex_.
   void unfix_unless_leased();
-  [[nodiscard]] bool leased() const;
   // EBUSY if a lease covers memory at or above `offset`.
   [[nodiscard]] Status check_leases_locked(const char* what, std::uint64_t offset) const;
 

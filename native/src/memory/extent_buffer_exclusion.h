@@ -54,8 +54,7 @@ class ExtentBuffer::Exclusion {
     }
     // Readers hold the snapshot that this replaces.
     buffer_.replace(buffer_.make_snapshot(buffer_.snapshot_->extents));
-    std::unique_lock lock(buffer_.state_mutex_);
-    return buffer_.state_changed_.wait_until(lock, deadline, [this] { return buffer_.snapshots_ == 1; });
+    return buffer_.await_readers(deadline);
   }
 
   // Closes the gate around what the driver moves when it releases `removed`. True if that is more than `removed`. Needs

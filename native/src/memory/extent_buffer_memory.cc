@@ -65,8 +65,8 @@ bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) 
   const auto deadline = std::chrono::steady_clock::now() + kReclaimTimeout;
   for (;;) {
     bool busy = false;
-    for (const std::weak_ptr<Buffer>& listed : context_->releases().trimmable()) {
-      const std::shared_ptr<Buffer> buffer = listed.lock();
+    for (const std::weak_ptr<ExtentBuffer>& listed : context_->releases().trimmable()) {
+      const std::shared_ptr<ExtentBuffer> buffer = listed.lock();
       if (of_our_accounts && buffer != nullptr && !buffer->charge().shares_account(charge())) continue;
       // A buffer that is gone is releasing all it has.
       if (buffer == nullptr || !buffer->trim(kTrimTimeout)) busy = true;
@@ -205,7 +205,7 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   if (!status.ok()) {
     drop_empty_memory();
   } else if (memory_ != nullptr) {
-    context_->releases().list_trimmable(this, weak_from_this());
+    context_->releases().list_trimmable(this, owner());
   }
   return status;
 }
@@ -369,6 +369,14 @@ Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
 
 // ---- releasing ----
 
+bool ExtentBuffer::await_readers(TimePoint deadline) {
+  std::unique_lock lock(state_mutex_);
+  const auto unused = [this] { return snapshots_ == 1; };
+  if (deadline != TimePoint::max()) return state_changed_.wait_until(lock, deadline, unused);
+  state_changed_.wait(lock, unused);
+  return true;
+}
+
 bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion* exclusion, TimePoint deadline) {
   Extents before = snapshot_->extents;
   SnapshotPointer next = make_snapshot(kept);
@@ -379,15 +387,7 @@ bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion
   }
   watcher_.moved();
   next.reset();
-  {
-    std::unique_lock lock(state_mutex_);
-    const auto unused = [this] { return snapshots_ == 1; };
-    if (deadline == TimePoint::max()) {
-      state_changed_.wait(lock, unused);
-      return true;
-    }
-    if (state_changed_.wait_until(lock, deadline, unused)) return true;
-  }
+  if (await_readers(deadline)) return true;
   replace(make_snapshot(std::move(before)));
   return false;
 }
@@ -508,9 +508,7 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
 Status ExtentBuffer::shrink(std::uint64_t end, std::uint64_t highest, Exclusion* exclusion) {
   if (snapshot_->slot != nullptr && end > 0) {
     replace(std::make_shared<Snapshot>(*this, snapshot_->slot));
-    std::unique_lock lock(state_mutex_);
-    state_changed_.wait(lock, [this] { return snapshots_ == 1; });
-    lock.unlock();
+    (void)await_readers(TimePoint::max());
     return zero_existing(end, highest);
   }
   const std::uint64_t kept_end = round_up(end, granule_);
@@ -648,8 +646,8 @@ Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr
     if (host == nullptr || contents.slot.bytes != 0) return Status(EPROTO, "nothing can be parked like that");
     KeptContents there = contents;
     there.parked = false;
-    const auto held = std::make_shared<ExtentBuffer>(host, /*preallocates=*/false);
-    TRY(held->restore(there, nullptr));
+    const auto held = std::make_shared<ExtentBuffer>(host);
+    TRY(held->restore(there));
     const std::lock_guard mutation(mutation_mutex_);
     size_.store(contents.size, std::memory_order_release);
     parked_bytes_.store(held->bytes_held(), std::memory_order_release);
@@ -679,7 +677,7 @@ Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr
     replace(make_snapshot(contents.extents));
     shift_ = contents.shift;
     // Other memory above the size is not in ahead_: fallocate(2) may have asked for it.
-    context_->releases().list_trimmable(this, weak_from_this());
+    context_->releases().list_trimmable(this, owner());
   }
   account();
   // While a shift is in progress, its scratch is above the size.

@@ -50,7 +50,7 @@ Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std:
     if (!claims_.empty()) return Status(EBUSY, "the file is being written");
   }
   (void)exclusion.stop_writers(Wait::kAllowed);
-  const auto copy = std::make_shared<ExtentBuffer>(host, /*preallocates=*/false);
+  const auto copy = std::make_shared<ExtentBuffer>(host);
   copy->charge().move(Charge::kOwner, std::move(payer));
   TRY(copy->become_copy_of(*this));
   {
@@ -60,10 +60,7 @@ Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std:
   }
   parked_bytes_.store(copy->bytes_held(), std::memory_order_release);
   replace(make_empty_snapshot(snapshot_->placement));
-  {
-    std::unique_lock lock(state_mutex_);
-    state_changed_.wait_for(lock, kReaderTimeout, [this] { return snapshots_ == 1; });
-  }
+  (void)await_readers(TimePoint::clock::now() + kReaderTimeout);
   give_up_memory();
   return true;
 }

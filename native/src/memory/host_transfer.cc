@@ -8,6 +8,7 @@
 
 #include "base/log.h"
 #include "device/device_context.h"
+#include "memory/extent_buffer.h"
 #include "memory/host_locks.h"
 #include "observe/counters.h"
 
@@ -102,6 +103,7 @@ Result<std::size_t> write_from_host(Buffer& buffer, std::uint64_t offset, std::s
   if (locks == nullptr) return buffer.write(offset, source);
   ShortLock own;
   HostLocks::LockUse use = TRY(own.use(*locks, source, HostLocks::Access::kSource));
+  ExtentBuffer* const growing = buffer.growing();
   Status status;
   {
     Buffer::Pin pin = TRY(buffer.pin_for_write(offset, source.size()));
@@ -113,11 +115,11 @@ Result<std::size_t> write_from_host(Buffer& buffer, std::uint64_t offset, std::s
       if (!status.ok()) break;
     }
     if (status.ok()) {
-      if (!source.empty()) buffer.publish(offset + source.size());
+      if (growing != nullptr && !source.empty()) growing->publish(offset + source.size());
       return source.size();
     }
   }
-  const Status cleared = buffer.discard_above_size(offset, source.size());
+  const Status cleared = growing != nullptr ? growing->discard_above_size(offset, source.size()) : Status();
   if (!cleared.ok()) log_error("clearing what a failed write left: ", cleared.message());
   return status;
 }

@@ -13,8 +13,8 @@
 
 namespace gpufs {
 
-class Buffer;         // memory/buffer.h
 class DeviceContext;  // device/device_context.h
+class ExtentBuffer;   // memory/extent_buffer.h
 
 class TransferTarget {
  public:
@@ -30,7 +30,7 @@ class TransferTarget {
   [[nodiscard]] virtual std::uint64_t placement() const { return 0; }
   // The buffer, if a load allocates its memory and sets its size, and if it can have holes. Null if memory and size
   // are fixed: zeros must be written into it where a file has a hole.
-  [[nodiscard]] virtual Buffer* growing() { return nullptr; }
+  [[nodiscard]] virtual ExtentBuffer* growing() { return nullptr; }
 
   // A part that stays mapped at its addresses for as long as this object lives. Pieces are in order and without
   // overlap, cut at holes; a hole is a piece with address 0.
@@ -45,9 +45,9 @@ class TransferTarget {
   // same buffer, which would wait for the pin.
   virtual Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) = 0;
   // For writing: a buffer populates memory over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond
-  // the maximum). The size does not change: call Buffer::publish() with the end of what was really written, while the
-  // pin is held (a truncation that came in between would otherwise be undone). Bytes above size() that were written and
-  // are not published must be cleared with Buffer::discard_above_size(). While a thread holds such a pin it must call
+  // the maximum). The size does not change: call publish() of growing() with the end of what was really written, while
+  // the pin is held (a truncation that came in between would otherwise be undone). Bytes above size() that were written
+  // and are not published must be cleared with its discard_above_size(). While a thread holds such a pin it must call
   // nothing else that populates or takes away memory of the same buffer: a small file that moves to memory of its own
   // waits for its writers.
   virtual Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) = 0;
@@ -56,6 +56,10 @@ class TransferTarget {
   virtual Status check_pinned() { return {}; }
   // lseek(2) SEEK_HOLE: the first hole at or above the offset, or the size; ENXIO at and beyond the size.
   virtual Result<std::uint64_t> seek_hole(std::uint64_t offset) = 0;
+  [[nodiscard]] bool has_hole(std::uint64_t offset, std::uint64_t end) {
+    const Result<std::uint64_t> found = seek_hole(offset);
+    return found.ok() && found.value() < end;
+  }
 
   // Noted by whatever moves the bytes.
   [[nodiscard]] observe::FileActivity& activity() { return activity_; }

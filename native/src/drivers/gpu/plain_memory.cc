@@ -4,19 +4,13 @@
 
 namespace gpufs::gpu {
 
-Result<std::shared_ptr<PlainRange>> PlainRange::allocate(std::shared_ptr<GpuDevice> device, std::uint64_t bytes) {
-  DeviceAddress base = 0;
-  TRY(device->acquire_plain(bytes, &base));
-  return std::shared_ptr<PlainRange>(new PlainRange(std::move(device), base, bytes));
-}
-
-PlainRange::~PlainRange() { device_->return_plain(base(), bytes()); }
-
 Result<std::shared_ptr<AddressRange>> PlainMemory::reserve(std::uint64_t bytes, std::span<const Extent> populated) {
   SynchronousWork work(*device_);
   TRY(work.status());
-  const std::shared_ptr<PlainRange> range =
-      TRY(PlainRange::allocate(device_, round_up(bytes, device_->info().granule)));
+  bytes = round_up(bytes, device_->info().granule);
+  DeviceAddress base = 0;
+  TRY(device_->acquire_plain(bytes, &base));
+  const auto range = std::make_shared<PlainRange>(device_, base, bytes);
   for (const Extent& span : populated) {
     TRY(device_->call(device_->functions().copy_on_device, range->base() + span.offset, current_->base() + span.offset,
                       span.bytes, work.get()));

@@ -13,12 +13,12 @@ namespace gpufs::gpu {
 
 class PlainRange final : public AddressRange {
  public:
-  static Result<std::shared_ptr<PlainRange>> allocate(std::shared_ptr<GpuDevice> device, std::uint64_t bytes);
-  ~PlainRange() override;
-
- private:
+  // Takes over an allocation.
   PlainRange(std::shared_ptr<GpuDevice> device, DeviceAddress base, std::uint64_t bytes)
       : AddressRange(base, bytes), device_(std::move(device)) {}
+  ~PlainRange() override { device_->return_plain(base(), bytes()); }
+
+ private:
   const std::shared_ptr<GpuDevice> device_;
 };
 

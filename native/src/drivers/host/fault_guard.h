@@ -7,16 +7,20 @@
 // Thread-safe.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 
 #include "base/status.h"
+#include "drivers/host/signal_ranges.h"
 
 namespace gpufs {
 
 class FaultGuard {
  public:
+  using Ranges = SignalRanges<std::atomic<bool>, 8192>;  // whether an access has failed
+
   // Whole pages, mapped by the caller. ENFILE: the process guards as many ranges as it can.
   static Result<std::unique_ptr<FaultGuard>> watch(std::uintptr_t start, std::size_t bytes);
   ~FaultGuard();
@@ -24,12 +28,12 @@ class FaultGuard {
   FaultGuard& operator=(const FaultGuard&) = delete;
 
   // Whether an access has failed. From then on the range no longer shows the file.
-  [[nodiscard]] bool broken() const;
+  [[nodiscard]] bool broken() const { return slot_.detail.load(std::memory_order_acquire); }
 
  private:
-  explicit FaultGuard(std::size_t slot) : slot_(slot) {}
+  explicit FaultGuard(Ranges::Slot& slot) : slot_(slot) {}
 
-  const std::size_t slot_;
+  Ranges::Slot& slot_;
 };
 
 }  // namespace gpufs

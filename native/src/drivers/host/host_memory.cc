@@ -212,30 +212,21 @@ Result<std::shared_ptr<AddressRange>> HostMemory::reserve(std::uint64_t bytes, s
 
 Status HostMemory::populate_all(std::span<const Extent> spans, Wait /*wait*/) {
   for (std::size_t i = 0; i < spans.size(); ++i) {
-    Status status = populate_one(spans[i]);
-    if (status.ok()) continue;
-    release_all(spans.first(i));
-    return status;
+    const auto [offset, bytes] = spans[i];
+    if (Status status = file_->allocate(offset, bytes); !status.ok()) {
+      release_all(spans.first(i));
+      return status;
+    }
+    // Touching all pages in one call costs less than page by page during the first copy. Only speed depends on it.
+    ::madvise(reinterpret_cast<void*>(range_->base() + offset), bytes, MADV_POPULATE_WRITE);
   }
   return {};
 }
 
-Status HostMemory::populate_one(const Extent& span) {
-  const auto [offset, bytes] = span;
-  TRY(file_->allocate(offset, bytes));
-  // Touching all pages in one call costs less than page by page during the first copy. Only speed depends on it.
-  ::madvise(reinterpret_cast<void*>(range_->base() + offset), bytes, MADV_POPULATE_WRITE);
-  return {};
-}
-
 void HostMemory::release_all(std::span<const Extent> spans) {
-  for (const Extent& span : spans) release_one(span);
-}
-
-void HostMemory::release_one(const Extent& span) {
-  const auto [offset, bytes] = span;
-  const int error = file_->release(offset, bytes);
-  if (error != 0) {
+  for (const auto& [offset, bytes] : spans) {
+    const int error = file_->release(offset, bytes);
+    if (error == 0) continue;
     // The file keeps it until it is closed, and populating it again must find zeros.
     log_warning("releasing ", bytes, " bytes of memory: errno ", error);
     std::memset(reinterpret_cast<void*>(range_->base() + offset), 0, bytes);

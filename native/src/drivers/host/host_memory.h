@@ -108,9 +108,6 @@ class HostMemory : public DeviceMemory {
   explicit HostMemory(std::shared_ptr<HostFile> file) : file_(std::move(file)) {}
   static Result<std::unique_ptr<DeviceMemory>> show(Result<std::shared_ptr<HostFile>> file);
 
-  Status populate_one(const Extent& span);
-  void release_one(const Extent& span);
-
   const std::shared_ptr<HostFile> file_;
   std::shared_ptr<Range> range_;  // the current one; null before the first reserve()
 };

@@ -6,15 +6,25 @@
 // Thread-safe.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string_view>
 
+#include "drivers/host/signal_ranges.h"
+
 namespace gpufs {
 
 class WriteNotice {
  public:
+  // Longer texts lose their beginning, as the directories of a path.
+  struct Line {
+    std::size_t length = 0;
+    std::array<char, 1000> text{};
+  };
+  using Ranges = SignalRanges<Line, 4096>;
+
   // The first call installs the handler. Null without a free slot: the program then ends without a word.
   static std::unique_ptr<WriteNotice> watch(std::uintptr_t start, std::size_t bytes, std::string_view text);
   ~WriteNotice();
@@ -22,9 +32,9 @@ class WriteNotice {
   WriteNotice& operator=(const WriteNotice&) = delete;
 
  private:
-  explicit WriteNotice(std::size_t slot) : slot_(slot) {}
+  explicit WriteNotice(Ranges::Slot& slot) : slot_(slot) {}
 
-  const std::size_t slot_;
+  Ranges::Slot& slot_;
 };
 
 }  // namespace gpufs
