@@ -46,7 +46,9 @@ def test_wrong_command_lines_are_reported_in_one_line(
 
 
 def test_a_value_that_is_not_allowed_is_named(mountpoint: Path) -> None:
-    assert fails_here(2, "mount", mountpoint, "--memory", "lots").startswith("memory: 'lots' (--memory) is not allowed: ")
+    assert fails_here(2, "mount", mountpoint, "--memory", "lots").startswith(
+        "memory: 'lots' (--memory) is not allowed: "
+    )
 
 
 def test_more_memory_than_the_machine_has_is_refused(mountpoint: Path) -> None:
