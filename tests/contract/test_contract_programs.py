@@ -52,7 +52,7 @@ def assert_same_trees(one: Path, two: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large() -> Iterator[Path]:
-    """A file of two of the largest ranges of addresses and more on tmpfs, no two pieces of which are the same."""
+    """A file on tmpfs that outgrows its range of addresses twice, no two pieces of which are the same."""
     directory = Path("/dev/shm") / f"gpufs-tests-large-{os.getpid()}"
     directory.mkdir()
     try:
