@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from support.cli import fails, gpufs, user_gpufs
+from support.cli import fails, fails_here, gpufs, user_gpufs
 from support.mounting import Mounter
 from support.processes import NOBODY, plain_user, run
 
@@ -37,13 +37,18 @@ from support.processes import NOBODY, plain_user, run
         (2, "trace / -o x --duration nan"),
     ],
 )
-def test_wrong_command_lines_are_reported_in_one_line(tmp_path: Path, code: int, line: str) -> None:
-    fails(code, *line.split(), cwd=tmp_path)
+def test_wrong_command_lines_are_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fails_here(code, *line.split())
     assert not list(tmp_path.iterdir())
 
 
 def test_a_value_that_is_not_allowed_is_named(mountpoint: Path) -> None:
-    assert fails(2, "mount", mountpoint, "--memory", "lots").startswith("memory: 'lots' (--memory) is not allowed: ")
+    assert fails_here(2, "mount", mountpoint, "--memory", "lots").startswith(
+        "memory: 'lots' (--memory) is not allowed: "
+    )
 
 
 def test_more_memory_than_the_machine_has_is_refused(mountpoint: Path) -> None:
@@ -60,7 +65,7 @@ def test_a_missing_mountpoint_or_a_file_is_refused(tmp_path: Path, command: str,
     path = tmp_path / kind
     if kind == "file":
         path.touch()
-    assert fails(1, command, path).startswith(f"{path}: ")
+    assert fails_here(1, command, path).startswith(f"{path}: ")
 
 
 def test_a_directory_with_files_is_refused(mountpoint: Path) -> None:
@@ -109,7 +114,7 @@ def test_a_missing_driver_is_reported(mountpoint: Path, driver: str) -> None:
 
 def test_only_gpufs_mounts_are_unmounted(tmp_path: Path) -> None:
     for command, path in (("umount", "/proc"), ("df", tmp_path)):
-        assert fails(1, command, path) == f"{path}: no gpufs is mounted there (gpufs status lists those that are)"
+        assert fails_here(1, command, path) == f"{path}: no gpufs is mounted there (gpufs status lists those that are)"
 
 
 def test_a_file_that_may_not_be_read_is_named() -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cli import fails, gpufs, one_line
+from support.cli import fails, fails_here, gpufs, one_line
 from support.mounting import GPUFS, Mounter
 from support.processes import run
 
@@ -38,7 +38,7 @@ def test_help_shows_everyday_options_and_help_all_the_others() -> None:
     ],
 )
 def test_mistyped_words_get_a_suggestion(words: list[str], meant: str) -> None:
-    assert meant in fails(2, *words)
+    assert meant in fails_here(2, *words)
 
 
 def test_the_version() -> None:
@@ -110,8 +110,8 @@ def test_the_directory_of_gpufs_itself_is_refused_as_mountpoint(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", ["mount", "status"])
-def test_an_empty_name_is_refused(command: str, tmp_path: Path) -> None:
-    assert fails(2, command, "", cwd=tmp_path) == "an empty name is given where a directory belongs"
+def test_an_empty_name_is_refused(command: str) -> None:
+    assert fails_here(2, command, "") == "an empty name is given where a directory belongs"
 
 
 def test_one_wrong_name_does_not_keep_other_mounts_from_being_unmounted(mount: Mounter, tmp_path: Path) -> None:

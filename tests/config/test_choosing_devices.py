@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import fake_gpu
-from support.cli import fails, gpufs
+from support.cli import fails, gpufs, gpufs_here
 from support.mounting import GPUFS, Mounter
 from support.processes import run
 from support.vendors import HIP_FILE, kernel_shows
@@ -26,8 +26,8 @@ def three(tmp_path: Path) -> dict[str, str]:
 
 def shown(path: Path) -> list[tuple[str, str, str]]:
     """The name, description and UUID of each device, as `gpufs status` and `gpufs df` agree on them."""
-    status = json.loads(gpufs("status", "--json", path).stdout)["devices"]
-    listed = json.loads(gpufs("df", "--json", path).stdout)
+    status = json.loads(gpufs_here("status", "--json", path).stdout)["devices"]
+    listed = json.loads(gpufs_here("df", "--json", path).stdout)
     assert [one["uuid"] for one in status] == [one["uuid"] for one in listed]
     return [(one["name"], one["description"], one["uuid"]) for one in status]
 

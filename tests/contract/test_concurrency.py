@@ -20,8 +20,8 @@ pytestmark = pytest.mark.driver
 @pytest.mark.parametrize("block", [3000, 4096, 60_000, MIB])
 @pytest.mark.parametrize("grown", [False, True])
 def test_writers_of_different_ranges_do_not_disturb_each_other(root: Path, block: int, grown: bool) -> None:
-    """Block i belongs to writer i mod 16. Grown: the file starts empty, so that every write may grow it."""
-    writers, rounds = 16, max(1, min(24, 24 * MIB // 16 // block))
+    """Block i belongs to writer i mod 6. Grown: the file starts empty, so that every write may grow it."""
+    writers, rounds = 6, max(3, min(24, 12 * MIB // 6 // block))
     size = writers * rounds * block
     file = root / "file"
     file.touch()
@@ -33,7 +33,7 @@ def test_writers_of_different_ranges_do_not_disturb_each_other(root: Path, block
         order = list(range(rounds))
         random.Random(index).shuffle(order)
         for number in order:
-            assert os.pwrite(fd, noise(block, number * 16 + index), (number * 16 + index) * block) == block
+            assert os.pwrite(fd, noise(block, number * writers + index), (number * writers + index) * block) == block
         os.close(fd)
 
     wait_children(start_children(writers, write))

@@ -78,7 +78,7 @@ def test_rename_is_atomic_for_readers(root: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_directory_holds_many_entries(root: Path, count: int) -> None:
     fd = os.open(root, os.O_RDONLY)
     for number in range(count):

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.data import MIB, assert_same, noise, read_all, sha256
+from support.data import MIB, assert_same, noise, read_all
 from support.processes import run, shell
 
-LARGE = 520 * MIB
+LARGE = 136 * MIB
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def assert_same_trees(one: Path, two: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large() -> Iterator[Path]:
-    """A file larger than 500 MiB on tmpfs, no two pieces of which are the same."""
+    """A file on tmpfs that outgrows its range of addresses twice, no two pieces of which are the same."""
     directory = Path("/dev/shm") / f"gpufs-tests-large-{os.getpid()}"
     directory.mkdir()
     try:
@@ -68,14 +68,12 @@ def large() -> Iterator[Path]:
 @pytest.mark.driver
 @pytest.mark.timeout(400)
 def test_a_large_file_in_and_out(large: Path, root: Path, reference: Path) -> None:
-    wanted = sha256(large)
     run("cp", large, root / "copy")
-    assert run("sha256sum", root / "copy").stdout.split()[0] == wanted
-    assert (root / "copy").stat().st_size == large.stat().st_size
+    run("cmp", large, root / "copy")
     run("cp", root / "copy", reference / "back")
     run("cmp", large, reference / "back")
     run("cp", root / "copy", root / "inside")  # by copy_file_range, where the file system has it
-    assert sha256(root / "inside") == wanted
+    run("cmp", large, root / "inside")
 
 
 DD = [

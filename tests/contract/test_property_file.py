@@ -285,14 +285,14 @@ class Files(RuleBasedStateMachine):
 
 @pytest.mark.driver
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("examples", [60, pytest.param(450, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [30, pytest.param(450, marks=pytest.mark.slow)])
 def test_files_behave_as_their_model(root: Path, examples: int) -> None:
     Files.root = root
     run_state_machine_as_test(Files, settings=settings(max_examples=examples, stateful_step_count=50))
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [15, pytest.param(300, marks=pytest.mark.slow)])
 def test_files_behave_as_their_model_while_the_daemon_dies(tmp_path: Path, examples: int) -> None:
     """It is killed again and again, in the middle of whatever it does."""
     with mounted(tmp_path / "mount") as mount:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.cli import gpufs, user_gpufs
+from support.cli import gpufs_here, user_gpufs
 from support.data import SELECTED, SELECTION, files_below, make_model
 from support.mounting import GPUFS
 from support.processes import NOBODY, plain_user, run
@@ -234,16 +234,16 @@ def test_unreadable_files_are_reported_and_the_others_copied(root: Path, tmp_pat
 
 def counts(*words: object) -> tuple[int, int]:
     """Run a copy; how many files it has copied and skipped."""
-    found = json.loads(gpufs("cp", "--json", *words).stdout)
+    found = json.loads(gpufs_here("cp", "--json", *words).stdout)
     return found["files"], found["skipped"]
 
 
 def test_include_and_exclude(root: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "model")
-    gpufs("cp", "-rT", tmp_path / "model", root / "model", *SELECTION)
+    gpufs_here("cp", "-rT", tmp_path / "model", root / "model", *SELECTION)
     assert files_below(root / "model") == SELECTED
     assert not (root / "model/original").exists()
-    gpufs("cp", tmp_path / "model/notes.txt", root, *SELECTION)  # what is named is copied
+    gpufs_here("cp", tmp_path / "model/notes.txt", root, *SELECTION)  # what is named is copied
     assert (root / "notes.txt").exists()
 
 
@@ -274,11 +274,11 @@ def test_update_copies_what_has_changed(root: Path, tmp_path: Path) -> None:
 def test_a_dry_run_changes_nothing(root: Path, tmp_path: Path) -> None:
     source = tmp_path / "model"
     make_model(source)
-    done = gpufs("cp", "-r", "--dry-run", source, root, *SELECTION)
+    done = gpufs_here("cp", "-r", "--dry-run", source, root, *SELECTION)
     wanted = [f"{source / name} -> {root / 'model' / name}: {len(name)} B" for name in SELECTED]
     assert sorted(done.stdout.splitlines()) == wanted
     assert os.listdir(root) == []
-    gpufs("cp", "-r", source, root)
+    gpufs_here("cp", "-r", source, root)
     (source / "notes.txt").write_text("more notes")
     assert counts("-ru", "--dry-run", source, root) == (1, 7)
     assert counts("-rn", "--dry-run", source, root) == (0, 8)

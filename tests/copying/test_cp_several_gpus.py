@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import gpufs, gpufs_here
+from support.cli import gpufs_here
 from support.copying import wait_for_no_copies
 from support.data import MIB, assert_same, noise
 from support.hanging import HangingMount
@@ -57,7 +57,7 @@ def fill(device: Path, count: int) -> None:
 
 def fails(code: int, *words: object) -> str:
     """Runs a command that must fail with this code; its error lines."""
-    done = gpufs(*words, check=False)
+    done = gpufs_here(*words, check=False)
     assert (done.returncode, done.stdout) == (code, "")
     return done.stderr
 

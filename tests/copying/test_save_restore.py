@@ -218,7 +218,7 @@ def test_a_mount_is_saved_and_restored_with_its_limits(mountpoint: Path, host: P
     # A part of it goes anywhere.
     gpufs("mount", mountpoint, "--driver", "host", "--devices", "1", "--memory", "64M")
     try:
-        assert "gpu1" in fails(1, "restore", host / "save", mountpoint)
+        assert "gpu1" in fails_here(1, "restore", host / "save", mountpoint)
         gpufs_here("restore", host / "save" / "tree" / "gpu1", mountpoint / "gpu0" / "other")
         assert (mountpoint / "gpu0" / "other" / "d" / "b").read_bytes() == b"b"
         assert os.listdir(mountpoint / "gpu0") == ["other"]
@@ -242,7 +242,7 @@ def test_names_in_the_way_are_named(saved: tuple[Path, Path], root: Path) -> Non
     (end / "d").mkdir(parents=True)
     (end / "d").chmod(0o711)
     (end / "d" / "c").write_bytes(b"mine")
-    assert os.fspath(end / "d" / "c") in fails(1, "restore", save, end)
+    assert os.fspath(end / "d" / "c") in fails_here(1, "restore", save, end)
     assert snapshot(end).keys() == {b".", b"d", b"d/c"}
     gpufs_here("restore", "--overwrite", save, end)
     assert (end / "d" / "c").read_bytes() == b"c"
@@ -347,16 +347,16 @@ def test_what_others_put_beside_a_save_is_not_used(saved: tuple[Path, Path], hos
     part.mkdir()
     os.chown(part, NOBODY, NOBODY)
     (part / "theirs").touch()
-    assert part.name in fails(1, "save", source, save)
+    assert part.name in fails_here(1, "save", source, save)
     shutil.rmtree(part)
     part.symlink_to(source)
-    fails(1, "save", source, save)
+    fails_here(1, "save", source, save)
     assert snapshot(source).keys() == {b".", b"a", b"d", b"d/b", b"d/c"}
     part.unlink()
     part.mkdir()
     fd = os.open(part, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)  # as the save of another process has it
-    assert "in progress" in fails(1, "save", source, save)
+    assert "in progress" in fails_here(1, "save", source, save)
     assert snapshot(save) == before
     os.close(fd)
     gpufs_here("save", source, save)
@@ -373,9 +373,9 @@ def test_a_full_destination_keeps_the_old_save(saved: tuple[Path, Path], host: P
     small.mkdir()
     run("mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", small)
     try:
-        assert "needs" in fails(1, "save", source, small / "save")
+        assert "needs" in fails_here(1, "save", source, small / "save")
         assert os.listdir(small) == []
-        assert "mounted" in fails(1, "save", source, small)
+        assert "mounted" in fails_here(1, "save", source, small)
     finally:
         run("umount", small)
     assert sorted(os.listdir(host)) == ["save", "small"]
@@ -390,11 +390,11 @@ def test_a_save_replaces_only_saves(saved: tuple[Path, Path], host: Path) -> Non
     (host / "mine").mkdir()
     (host / "empty").mkdir()
     (host / "mine" / "file").touch()
-    assert "mine" in fails(1, "save", source, host / "mine")
-    assert "below" in fails(1, "save", source, source / "d" / "save")
-    assert "rsync" in fails(2, "save", source, "s3://bucket/save")
-    assert "rsync" in fails(2, "save", source, "machine:/save")
-    assert "mount" in fails(1, "save", host, host / "other")
+    assert "mine" in fails_here(1, "save", source, host / "mine")
+    assert "below" in fails_here(1, "save", source, source / "d" / "save")
+    assert "rsync" in fails_here(2, "save", source, "s3://bucket/save")
+    assert "rsync" in fails_here(2, "save", source, "machine:/save")
+    assert "mount" in fails_here(1, "save", host, host / "other")
     gpufs_here("save", source, host / "empty")
     assert sorted(os.listdir(host)) == ["empty", "mine", "save"]
 
@@ -412,7 +412,7 @@ def test_a_file_that_changes_ends_the_save(root: Path, host: Path) -> None:
     changer = threading.Thread(target=change)
     changer.start()
     try:
-        assert os.fspath(changing) in fails(1, "save", root, host / "save")
+        assert os.fspath(changing) in fails_here(1, "save", root, host / "save")
         assert os.listdir(host) == []
         gpufs_here("save", root, host / "save", "--exclude", "changing")
     finally:
@@ -534,7 +534,7 @@ def test_links_in_a_save_or_a_destination_are_not_followed(saved: tuple[Path, Pa
     # In the tree: a file, and a directory.
     (save / "tree" / "a").unlink()
     (save / "tree" / "a").symlink_to(secret / "c")
-    assert os.fspath(save / "tree" / "a") in fails(1, "restore", save, root / "end")
+    assert os.fspath(save / "tree" / "a") in fails_here(1, "restore", save, root / "end")
     (save / "tree" / "a").unlink()
     os.mkfifo(save / "tree" / "a")  # nor opened
     fails(1, "restore", save, root / "end", timeout=PATIENCE)
@@ -542,7 +542,7 @@ def test_links_in_a_save_or_a_destination_are_not_followed(saved: tuple[Path, Pa
     (save / "tree" / "a").write_bytes(noise(100 * KIB))
     shutil.move(save / "tree" / "d", host / "d")
     (save / "tree" / "d").symlink_to(host / "d")
-    fails(1, "restore", save, root / "end")
+    fails_here(1, "restore", save, root / "end")
     (save / "tree" / "d").unlink()
     shutil.move(host / "d", save / "tree" / "d")
     # In the destination: a directory.

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.cli import fails, gpufs
+from support.cli import fails_here, gpufs_here
 from support.data import KIB, contents, noise
 
 pytestmark = pytest.mark.driver
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.driver
 
 def sync(*words: object) -> tuple[int, int, list[str]]:
     """Runs the command; how many files it has copied and skipped, and what it has deleted."""
-    summary = json.loads(gpufs("sync", "--json", *words).stdout)
+    summary = json.loads(gpufs_here("sync", "--json", *words).stdout)
     return summary["files"], summary["skipped"], summary["deleted"]
 
 
@@ -53,7 +53,7 @@ def test_there_again_and_back(root: Path, host: Path, source: Path) -> None:
     assert same(source, back)
     (root / "name").symlink_to("copy")
     assert sync("--delete", root / "name", back) == (0, 4, [])
-    assert "ot a directory" in gpufs("sync", copy / "one", back, check=False).stderr
+    assert "ot a directory" in gpufs_here("sync", copy / "one", back, check=False).stderr
 
 
 def test_delete(root: Path, source: Path) -> None:
@@ -102,7 +102,7 @@ def test_nothing_is_deleted(case: str, root: Path, host: Path, source: Path) -> 
         "root of a mount": (source, root.parents[1]),
         "a file": (source / "one", copy),
     }
-    done = gpufs("sync", "--delete", *ends[case], check=False)
+    done = gpufs_here("sync", "--delete", *ends[case], check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert contents(root) == before
@@ -122,4 +122,4 @@ def test_checksum(root: Path, source: Path) -> None:
     assert file.read_bytes() == (copy / "deep/two").read_bytes()
     os.utime(source / "one")
     assert sync("--checksum", source, copy) == (0, 3, [])
-    assert "needs -u" in fails(2, "cp", "--checksum", file, copy)
+    assert "needs -u" in fails_here(2, "cp", "--checksum", file, copy)

@@ -181,7 +181,7 @@ def test_the_interpreter_ends_with(tmp_path: Path, how: str) -> None:
         "opened = engine.Engine('host', devices=1, memory_bytes=256 << 20)\n"
         "file = engine.BackingFile.open(opened, sys.argv[1]); buffer = engine.Buffer(opened)\n" + EXITS[how]
     )
-    for _ in range(8 if how == "a thread that reads" else 1):  # the end of its last read is one of many moments
+    for _ in range(4 if how == "a thread that reads" else 1):  # the end of its last read is one of many moments
         done = run(sys.executable, "-X", "dev", "-c", script, path, check=False, timeout=PATIENCE)
         assert (done.returncode, done.stderr) == (0, "")
 

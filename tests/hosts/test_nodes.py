@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.cli import fails_here, gpufs, refused, user_gpufs
+from support.cli import fails_here, gpufs, gpufs_here, refused_here, user_gpufs
 from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, left, make_model, noise
 from support.hosts import THROTTLE, script, throttled_shell
 from support.mounting import GPUFS, REPOSITORY, Mounter, Session
@@ -98,7 +98,7 @@ def test_there_and_back(root: Path, host: Path, remote: tuple[str, ...], size: i
         (f"node:{root}/source", root / "second"),
         (f"node:{root}/second", host / "back"),
     ]:
-        (copy,) = json.loads(gpufs("cp", *remote, "--verify", "--json", *words).stdout)["copies"]
+        (copy,) = json.loads(gpufs_here("cp", *remote, "--verify", "--json", *words).stdout)["copies"]
         assert (copy["bytes"], copy["method"], len(copy["sha256"])) == (size, "node", 64)
     assert left(root) == ["second", "source"]
     for path in (root / "source", root / "second", host / "back"):
@@ -117,9 +117,9 @@ def test_between_network_namespaces(mount: Mounter) -> None:
             run("ip", "netns", "add", namespace)
         words = ("-e", "ip netns exec", "--remote-gpufs", GPUFS[0])
         (first.device / "a").write_bytes(noise(5 * MIB))
-        gpufs("cp", *words, first.device / "a", f"{blue}:{second.device}/b")
-        gpufs("cp", *words, f"{blue}:{second.device}/b", first.device / "c")
-        gpufs(
+        gpufs_here("cp", *words, first.device / "a", f"{blue}:{second.device}/b")
+        gpufs_here("cp", *words, f"{blue}:{second.device}/b", first.device / "c")
+        gpufs_here(
             "cp", *words, f"{blue}:{second.device}/b", "-t", f"{blue}:{first.device}", "-t", f"{green}:{third.device}"
         )
         for path in (second.device / "b", first.device / "b", first.device / "c", third.device / "b"):
@@ -134,11 +134,11 @@ def test_trees_by_name_and_in_part(root: Path, host: Path, remote: tuple[str, ..
     make_model(host / "model")
     for path in (root / "there", host / "back"):
         path.mkdir()
-    gpufs("cp", *remote, "-rT", host / "model", f"node:{root}/there", *SELECTION)
+    gpufs_here("cp", *remote, "-rT", host / "model", f"node:{root}/there", *SELECTION)
     assert files_below(root / "there") == SELECTED
-    gpufs("cp", *remote, "-rT", f"node:{root}/there", host / "back", "--exclude", "sub")
+    gpufs_here("cp", *remote, "-rT", f"node:{root}/there", host / "back", "--exclude", "sub")
     assert files_below(host / "back") == ["a.safetensors"]
-    assert "directory" in refused("-T", *remote, host / "model/notes.txt", f"node:{root}/there")
+    assert "directory" in refused_here("-T", *remote, host / "model/notes.txt", f"node:{root}/there")
 
 
 @pytest.mark.parametrize("way", ["there", pytest.param("here", marks=pytest.mark.slow), "elsewhere"])
@@ -152,7 +152,7 @@ def test_sync(root: Path, host: Path, remote: tuple[str, ...], way: str) -> None
     ends = [f"a:{source}" if way != "there" else source, f"b:{copy}" if way != "here" else copy]
 
     def sync(*words: object) -> tuple[int, int, list[str]]:
-        summary = json.loads(gpufs("sync", *remote, "--json", *words, *ends).stdout)
+        summary = json.loads(gpufs_here("sync", *remote, "--json", *words, *ends).stdout)
         return summary["files"], summary["skipped"], summary["deleted"]
 
     assert sync("--delete") == (2, 0, [])
@@ -168,7 +168,7 @@ def test_sync(root: Path, host: Path, remote: tuple[str, ...], way: str) -> None
     assert (copy / "one").read_bytes() == noise(5001)[1:]
     assert left(copy) == ["kept", "one"]
     shutil.rmtree(source)
-    assert gpufs("sync", *remote, "--delete", *ends, check=False).returncode == 1
+    assert gpufs_here("sync", *remote, "--delete", *ends, check=False).returncode == 1
     assert left(copy) == ["kept", "one"]
 
 
@@ -179,11 +179,11 @@ def test_update(root: Path, host: Path, remote: tuple[str, ...]) -> None:
         (root / "all", f"node:{root}/all", host / "back"),
     ):
         for skipped in (0, 8, 7):
-            found = json.loads(gpufs("cp", *remote, "-rTu", "--json", named, copy).stdout)
+            found = json.loads(gpufs_here("cp", *remote, "-rTu", "--json", named, copy).stdout)
             assert (found["files"], found["skipped"]) == (8 - skipped, skipped)
             if skipped == 8:
                 (source / "c.bin").write_text("another size")
-    assert "dry-run" in gpufs("cp", *remote, "--dry-run", f"node:{root}/all/c.bin", host, check=False).stderr
+    assert "dry-run" in gpufs_here("cp", *remote, "--dry-run", f"node:{root}/all/c.bin", host, check=False).stderr
 
 
 def test_a_tree(root: Path, host: Path, remote: tuple[str, ...]) -> None:
@@ -197,18 +197,18 @@ def test_a_tree(root: Path, host: Path, remote: tuple[str, ...]) -> None:
     (tree / "empty").chmod(0o555)
     (tree / "deep" / "deeper" / "file").chmod(0o640)
     os.utime(tree / "deep" / "deeper" / "file", (1, 2))
-    gpufs("cp", *remote, "-a", tree, f"node:{root}/copy")
-    gpufs("cp", *remote, "-a", f"node:{root}/copy/", host)  # into a directory: under its own name
+    gpufs_here("cp", *remote, "-a", tree, f"node:{root}/copy")
+    gpufs_here("cp", *remote, "-a", f"node:{root}/copy/", host)  # into a directory: under its own name
     for copy in (root / "copy", host / "copy"):
         assert left(copy) == left(tree)
         assert (copy / "empty").stat().st_mode & 0o777 == 0o555
         assert os.readlink(copy / "deep" / "link") == "deeper/file"
         status = (copy / "deep" / "deeper" / "file").stat()
         assert (status.st_mode & 0o777, status.st_mtime, status.st_size) == (0o640, 2, 3)
-    gpufs("cp", *remote, "-rL", tree / "deep", f"node:{root}")
+    gpufs_here("cp", *remote, "-rL", tree / "deep", f"node:{root}")
     assert not (root / "deep" / "link").is_symlink()
-    assert "is a directory (-r copies it)" in refused(*remote, f"node:{root}/copy", host / "none")
-    assert "is a directory (-r copies it)" in refused(*remote, tree, f"node:{root}/none")
+    assert "is a directory (-r copies it)" in refused_here(*remote, f"node:{root}/copy", host / "none")
+    assert "is a directory (-r copies it)" in refused_here(*remote, tree, f"node:{root}/none")
 
 
 def test_existing_files(root: Path, host: Path, remote: tuple[str, ...]) -> None:
@@ -219,14 +219,14 @@ def test_existing_files(root: Path, host: Path, remote: tuple[str, ...]) -> None
     (root / "a").chmod(0o600)
     owner = NOBODY if os.geteuid() == 0 else os.geteuid()
     os.chown(root / "a", owner, -1)
-    done = json.loads(gpufs("cp", *remote, "-n", "--json", host / "a", host / "b", f"node:{root}").stdout)
+    done = json.loads(gpufs_here("cp", *remote, "-n", "--json", host / "a", host / "b", f"node:{root}").stdout)
     assert (done["files"], done["skipped"], (root / "a").read_bytes()) == (1, 1, b"old")
-    gpufs("cp", *remote, host / "a", "-t", f"node:{root}")
+    gpufs_here("cp", *remote, host / "a", "-t", f"node:{root}")
     status = (root / "a").stat()
     assert ((root / "a").read_bytes(), status.st_mode & 0o777, status.st_uid) == (b"aaa", 0o600, owner)
     (host / "other").mkdir()
     (host / "other" / "a").write_bytes(b"another")
-    text = refused(*remote, host / "a", host / "other" / "a", f"node:{root}")
+    text = refused_here(*remote, host / "a", host / "other" / "a", f"node:{root}")
     assert "another source of this command" in text
     assert left(root) == ["a", "b"]
 
@@ -235,10 +235,10 @@ def test_only_files_and_links_are_replaced(root: Path, host: Path, remote: tuple
     """A copy of root to node:/dev/null must not replace the device."""
     (root / "file").write_bytes(b"words")
     os.mkfifo(host / "special")
-    assert "is a device, FIFO or socket" in refused(*remote, root / "file", f"node:{host}/special")
+    assert "is a device, FIFO or socket" in refused_here(*remote, root / "file", f"node:{host}/special")
     assert (host / "special").is_fifo()
     (host / "link").symlink_to("none")
-    gpufs("cp", *remote, root / "file", f"node:{host}/link")
+    gpufs_here("cp", *remote, root / "file", f"node:{host}/link")
     assert (host / "link").read_bytes() == b"words"
 
 
@@ -247,7 +247,7 @@ def test_holes_stay_holes(root: Path, host: Path, remote: tuple[str, ...]) -> No
         file.truncate(SIZE)
         file.seek(SIZE // 2)
         file.write(b"data")
-    gpufs("cp", *remote, "--verify", f"node:{root}/sparse", host)
+    gpufs_here("cp", *remote, "--verify", f"node:{root}/sparse", host)
     assert_same((host / "sparse").read_bytes(), (root / "sparse").read_bytes())
     assert (host / "sparse").stat().st_blocks * 512 <= 4 * MIB
 
@@ -257,7 +257,7 @@ def test_what_does_not_fit(mount: Mounter, host: Path, remote: tuple[str, ...]) 
     small = mount(memory=64 * MIB)
     with open(host / "large", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, 65 * MIB)
-    text = refused(*remote, host / "large", f"node:{small.device}")
+    text = refused_here(*remote, host / "large", f"node:{small.device}")
     assert text.startswith(f"gpufs cp: node:{small.device}: No space left on device: needs 65")
     assert left(small.device) == []
 
@@ -270,10 +270,10 @@ def test_the_root_of_a_mount_is_the_copy(mount: Mounter, host: Path, remote: tup
     words = ("-rT", tree, f"node:{small.path}") if there else ("-rT", f"node:{tree}", small.path)
     with open(tree / "gpu0" / "file", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, 65 * MIB)
-        assert "No space left on device: needs 65" in refused(*remote, *words)
+        assert "No space left on device: needs 65" in refused_here(*remote, *words)
         assert left(small.device) == []
         file.truncate(MIB)
-    gpufs("cp", *remote, *words)
+    gpufs_here("cp", *remote, *words)
     assert left(small.device) == ["file"]
 
 
@@ -328,7 +328,7 @@ def test_a_chain(nodes: Nodes, host: Path, there: bool) -> None:
         file.write(b"data")
         file.truncate(SIZE)
     sources = (f"source:{host}/tree" if there else host / "tree",)
-    done = json.loads(gpufs("cp", *remote, "-a", "--verify", "--json", *sources, *ends(directories)).stdout)
+    done = json.loads(gpufs_here("cp", *remote, "-a", "--verify", "--json", *sources, *ends(directories)).stdout)
     assert (done["files"], done["errors"]) == (6, [])
     for number, directory in enumerate(directories):
         assert_same(Path(os.fsdecode(os.fsencode(directory) + b"/tree/\xff name")).read_bytes(), noise(9 * MIB + 5))
@@ -342,12 +342,12 @@ def test_a_chain(nodes: Nodes, host: Path, there: bool) -> None:
 def test_one_copy_between_two_other_machines(nodes: Nodes) -> None:
     remote, (first, second, _) = nodes
     (first / "a").write_bytes(noise(5))
-    gpufs("cp", *remote, f"x:{first}/a", f"y:{second}/b")
+    gpufs_here("cp", *remote, f"x:{first}/a", f"y:{second}/b")
     assert (second / "b").read_bytes() == noise(5)
-    assert refused(*remote, f"x:{first}/none", f"y:{second}/b") == (
+    assert refused_here(*remote, f"x:{first}/none", f"y:{second}/b") == (
         f"gpufs cp: x:{first}/none: No such file or directory"
     )
-    assert "need a directory" in refused(*remote, f"x:{first}/a", "-t", f"y:{second}/none")
+    assert "need a directory" in refused_here(*remote, f"x:{first}/a", "-t", f"y:{second}/none")
 
 
 @pytest.mark.slow
@@ -360,10 +360,10 @@ def test_a_file_that_some_nodes_do_not_take(nodes: Nodes, host: Path) -> None:
     for number in (0, 1):
         (directories[number] / "large").write_bytes(b"old")
     words = (host / "large", host / "small")
-    done = json.loads(gpufs("cp", *remote, "-n", "--json", *words, *ends(directories)).stdout)
+    done = json.loads(gpufs_here("cp", *remote, "-n", "--json", *words, *ends(directories)).stdout)
     assert (done["files"], done["skipped"]) == (4, 2)
     assert [(path / "large").stat().st_size for path in directories] == [3, 3, 2 * SIZE]
-    done = json.loads(gpufs("cp", *remote, "-n", "--json", *words, *ends(directories)).stdout)
+    done = json.loads(gpufs_here("cp", *remote, "-n", "--json", *words, *ends(directories)).stdout)
     assert (done["files"], done["skipped"]) == (0, 6)
 
 
@@ -371,17 +371,17 @@ def test_a_node_that_cannot_be_reached(nodes: Nodes, host: Path) -> None:
     """The machines before it finish, and one line names it and those after it."""
     remote, (first, second, third) = nodes
     (host / "file").write_bytes(noise(9 * MIB))
-    text = refused(*remote, host / "file", "-t", f"n0:{first}", "-t", f"bad:{second}", "-t", f"n2:{third}")
+    text = refused_here(*remote, host / "file", "-t", f"n0:{first}", "-t", f"bad:{second}", "-t", f"n2:{third}")
     assert text == "gpufs cp: bad: the connection ended: no route (n2 gets the files from there)"
     assert (left(first), left(second), left(third)) == (["file"], [], [])
-    text = refused(*remote, f"n0:{first}/file", "-t", f"bad:{second}", "-t", f"n2:{third}", "-t", "n3:x")
+    text = refused_here(*remote, f"n0:{first}/file", "-t", f"bad:{second}", "-t", f"n2:{third}", "-t", "n3:x")
     assert text == "gpufs cp: bad: the connection ended: no route (n2, n3 get the files from there)"
-    text = refused(*remote, host / "file", "-t", f"n0:{first}", "-t", f"n1:{second}/none")
+    text = refused_here(*remote, host / "file", "-t", f"n0:{first}", "-t", f"n1:{second}/none")
     assert text.startswith(f"gpufs cp: n1:{second}/none: No such file or directory") or "-t takes" in text
     with open(host / "large", "wb") as file:
         file.truncate(5 * MIB)
     (second / "large").mkdir()
-    text = refused(*remote, host / "large", *ends([first, second, third]))
+    text = refused_here(*remote, host / "large", *ends([first, second, third]))
     assert text == f"gpufs cp: {host}/large -> n1:{second}/large: a directory cannot be overwritten with a file"
     assert (left(first), left(third)) == (["file", "large"], ["large"])
 
@@ -487,7 +487,7 @@ def test_as_many_names_as_a_command_can_have(nodes: Nodes, host: Path) -> None:
     remote, directories = nodes
     (host / "m").write_bytes(b"x")
     missing = [str(host / f"{number:0250}") for number in range(4500)]
-    done = gpufs("cp", *remote, *missing, host / "m", *ends(directories[:2]), check=False)
+    done = gpufs_here("cp", *remote, *missing, host / "m", *ends(directories[:2]), check=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 4500)
     assert [left(directory) for directory in directories[:2]] == [["m"], ["m"]]
 
@@ -502,7 +502,7 @@ def test_a_chain_takes_the_time_of_one_copy(session: Session, nodes: Nodes, host
     seconds = []
     for count in (1, 3):
         began = time.monotonic()
-        gpufs("cp", "-e", shell, "--remote-gpufs", program, host / "m", *ends(directories[:count]))
+        gpufs_here("cp", "-e", shell, "--remote-gpufs", program, host / "m", *ends(directories[:count]))
         seconds.append(time.monotonic() - began)
     print(f"one node {seconds[0]:.2f} s, three {seconds[1]:.2f} s")
     assert seconds[1] < 2 * seconds[0]
@@ -538,7 +538,7 @@ def test_older_machines(root: Path, tmp_path: Path) -> None:
         ("hello.selects = False", ("-T", root / "file", "a:x")),
         ("hello.selects = False", ("-r", "--exclude", "x", "a:x", root)),
     ]:
-        assert "install the same gpufs on all" in refused(*fake(tmp_path, before=before), *words)
+        assert "install the same gpufs on all" in refused_here(*fake(tmp_path, before=before), *words)
 
 
 # ---- NIXL ----
@@ -570,9 +570,9 @@ def test_bytes_by_nixl(root: Path, host: Path, slow_pipe: tuple[str, ...], large
     (root / "skipped").write_bytes(b"old")
     (host / "skipped").write_bytes(noise(5 * MIB))
     words = (large, host / "small", host / "skipped", f"node:{root}")
-    done = json.loads(gpufs("cp", *slow_pipe, "-n", "--json", *words).stdout)
+    done = json.loads(gpufs_here("cp", *slow_pipe, "-n", "--json", *words).stdout)
     assert (done["skipped"], done["paths"]) == (1, {"nixl": DATA + 3, "hole": LARGE - DATA})
-    done = json.loads(gpufs("cp", *slow_pipe, "--json", f"node:{root}/large", host / "back").stdout)
+    done = json.loads(gpufs_here("cp", *slow_pipe, "--json", f"node:{root}/large", host / "back").stdout)
     assert done["paths"] == {"nixl": DATA, "hole": LARGE - DATA}
     with open(host / "back", "rb") as file:
         assert_same(file.read(DATA), noise(DATA))
@@ -592,7 +592,7 @@ def test_files_in_place_by_nixl(mount: Mounter, host: Path, slow_pipe: tuple[str
         (("--verify",), (first / "large", f"node:{second}/large")),
     ]:
         (second / "large").unlink(missing_ok=True)
-        (copy,) = json.loads(gpufs("cp", *slow_pipe, *options, "--json", *words).stdout)["copies"]
+        (copy,) = json.loads(gpufs_here("cp", *slow_pipe, *options, "--json", *words).stdout)["copies"]
         print(f"{LARGE / MIB / copy['seconds']:.0f} MiB/s, {copy['paths']}")
         assert copy["paths"].get("nixl", 0) + copy["paths"].get("direct", 0) == LARGE
         assert ("direct" in copy["paths"]) == (not options)
@@ -630,7 +630,7 @@ main()
     )
     words = ("-e", slow_pipe[1], "--remote-gpufs", program, "--json")
     for names in [(first / "large", f"node:{second}/large"), (f"node:{first}/large", second / "large")]:
-        done = gpufs("cp", *words, *names)
+        done = gpufs_here("cp", *words, *names)
         assert done.stderr == ""
         (copy,) = json.loads(done.stdout)["copies"]
         if call == "register_memory" or "node" in str(names[0]):  # else this side writes
@@ -666,7 +666,7 @@ def test_the_peer_is_killed_during_a_copy_in_place(
 @pytest.mark.slow
 def test_a_chain_by_nixl(mount: Mounter, slow_pipe: tuple[str, ...], large: Path) -> None:
     first, second = (mount(memory=128 * MIB).device for _ in range(2))
-    done = json.loads(gpufs("cp", *slow_pipe, "--json", large, "-t", f"a:{first}", "-t", f"b:{second}").stdout)
+    done = json.loads(gpufs_here("cp", *slow_pipe, "--json", large, "-t", f"a:{first}", "-t", f"b:{second}").stdout)
     assert (done["errors"], done["paths"]) == ([], {"nixl": 2 * DATA, "hole": 2 * (LARGE - DATA)})
     for directory in (first, second):
         with open(directory / "large", "rb") as file:
@@ -713,7 +713,7 @@ def test_without_nixl_there(root: Path, tmp_path: Path, rsh: Path, large: Path, 
     program = script(tmp_path / "gpufs", f"#!{sys.executable}\n{code}\nfrom gpufs.cli import main\nmain()\n")
     remote = ("-e", str(rsh), "--remote-gpufs", str(program))
     words = (large, f"node:{root}") if reason else (f"node:{large}", root)
-    done = gpufs("cp", *remote, "--json", *words)
+    done = gpufs_here("cp", *remote, "--json", *words)
     assert json.loads(done.stdout)["paths"] == {"pipe": DATA, "hole": LARGE - DATA}
     (line,) = done.stderr.splitlines()
     assert line.startswith("gpufs cp: node: the bytes go through the pipe of the shell: ")
@@ -735,10 +735,10 @@ def test_a_file_that_the_remote_user_cannot_read(root: Path, open_directory: Pat
     (host / "secret").write_bytes(b"secret")
     (host / "secret").chmod(0o600)
     remote = ("-e", str(shell), "--remote-gpufs", " ".join(words))
-    text = refused(*remote, f"node:{host}/secret", root)
+    text = refused_here(*remote, f"node:{host}/secret", root)
     assert text == f"gpufs cp: node:{host}/secret: Permission denied"
     (root / "file").write_bytes(b"content")
-    text = refused(*remote, root / "file", f"node:{host}/file")
+    text = refused_here(*remote, root / "file", f"node:{host}/file")
     assert text == f"gpufs cp: {root}/file -> node:{host}/file: Permission denied"
     assert left(host) == ["secret"]
     assert left(root) == ["file"]
@@ -841,7 +841,7 @@ channel.send(File(0, 0, {name.encode()!r}, b"p", 3, 3, True, attributes))
 channel.send_data(memoryview(b"abc"))
 channel.send(End())
 """
-    assert "does not keep to the protocol" in refused("-r", *fake(tmp_path, after=after), "node:/tree", root)
+    assert "does not keep to the protocol" in refused_here("-r", *fake(tmp_path, after=after), "node:/tree", root)
     assert left(root) == ["tree"]
     assert left(root / "tree") == []
 
@@ -859,7 +859,7 @@ channel.receive()
 channel.send(Leave())
 channel.send(Leave())
 """
-    assert "a file cannot be overwritten with a directory" in refused(
+    assert "a file cannot be overwritten with a directory" in refused_here(
         "-r", *fake(tmp_path, after=after), "node:/tree", root
     )
     assert left(host) == []
@@ -875,10 +875,10 @@ channel.receive()
 """
     words = ("--verify", *fake(tmp_path, after=after), "node:/file", root)
     if sent == b"abc":
-        gpufs("cp", *words)
+        gpufs_here("cp", *words)
         assert (root / "file").read_bytes() == b"abc"
     else:
-        assert "have changed on the way" in refused(*words)
+        assert "have changed on the way" in refused_here(*words)
         assert left(root) == []
 
 
@@ -892,13 +892,15 @@ def test_results_that_are_missing(root: Path, tmp_path: Path) -> None:
     shell = script(
         tmp_path / "rsh", f"#!/bin/sh\nexec {sys.executable} {script(tmp_path / 'f.py', program)} 2>/dev/null\n"
     )
-    assert "no result of" in refused("-e", shell, root / "file", "node:x")
+    assert "no result of" in refused_here("-e", shell, root / "file", "node:x")
 
 
 def test_versions(root: Path, tmp_path: Path) -> None:
     """One in common is enough. Without any, the line says what each side has."""
-    assert "versions 7 to 9" in refused(*fake(tmp_path, before="hello.oldest, hello.newest = 7, 9"), "node:/file", root)
-    gpufs("cp", *fake(tmp_path, before="hello.newest = 9"), "node:/file", root)
+    assert "versions 7 to 9" in refused_here(
+        *fake(tmp_path, before="hello.oldest, hello.newest = 7, 9"), "node:/file", root
+    )
+    gpufs_here("cp", *fake(tmp_path, before="hello.newest = 9"), "node:/file", root)
 
 
 # ---- wrong input ----
@@ -908,15 +910,15 @@ def test_hosts_that_cannot_be_reached(root: Path, tmp_path: Path) -> None:
     noisy = script(tmp_path / "noisy", "#!/bin/sh\necho Welcome\n")
     refuses = script(tmp_path / "refuses", "#!/bin/sh\necho banner >&2\necho 'ssh: no route' >&2\nexit 255\n")
     shell = script(tmp_path / "rsh", '#!/bin/sh\nshift\nexec sh -c "$*"\n')
-    assert "'Welcome' came instead of gpufs" in refused("-e", noisy, "node:x", root)
-    done = gpufs("cp", "-e", refuses, "node:x", root, check=False)
+    assert "'Welcome' came instead of gpufs" in refused_here("-e", noisy, "node:x", root)
+    done = gpufs_here("cp", "-e", refuses, "node:x", root, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
         1,
         "gpufs cp: node: the connection ended: ssh: no route",
     )
-    assert "--remote-gpufs" in refused("-e", shell, "--remote-gpufs", "/none/gpufs", "node:x", root)
-    assert "/none/rsh: cannot be run: No such file or directory" in refused("-e", "/none/rsh", "node:x", root)
-    assert "cannot be split into words" in refused("-e", "'", "node:x", root)
+    assert "--remote-gpufs" in refused_here("-e", shell, "--remote-gpufs", "/none/gpufs", "node:x", root)
+    assert "/none/rsh: cannot be run: No such file or directory" in refused_here("-e", "/none/rsh", "node:x", root)
+    assert "cannot be split into words" in refused_here("-e", "'", "node:x", root)
 
 
 def test_ssh_can_ask_for_a_password(root: Path, host: Path, tmp_path: Path) -> None:
@@ -950,7 +952,7 @@ def test_names_that_are_not_hosts(root: Path) -> None:
     ]:
         assert text in fails_here(2, "cp", "--", name, root)
     gpufs("cp", "./a:b", "copy", cwd=root)  # a name of this machine
-    gpufs("cp", root / "a:b", root / "c:d")
+    gpufs_here("cp", root / "a:b", root / "c:d")
     assert left(root) == ["a:b", "c:d", "copy"]
 
 
@@ -963,9 +965,9 @@ def test_a_directory_that_does_not_exist(root: Path, host: Path, remote: tuple[s
     end = end.format(root=root, host=host)
     there = "" if end.startswith("node:") else "node:"
     for words in [(f"{there}{root}/m/a",), ("-r", f"{there}{root}/m/a"), ("-r", f"{there}{root}/link")]:
-        assert "/new/: is not a directory" in refused(*remote, *words, end)
+        assert "/new/: is not a directory" in refused_here(*remote, *words, end)
     assert (left(root), left(host)) == (["link", "m"], [])
-    gpufs("cp", *remote, "-r", f"{there}{root}/m", end)
+    gpufs_here("cp", *remote, "-r", f"{there}{root}/m", end)
     assert left(Path(end.removeprefix("node:"))) == ["a"]
 
 
@@ -1047,7 +1049,7 @@ def test_names_there_that_are_wrong(root: Path, host: Path, remote: tuple[str, .
         ((host / "file", f"node:{host}/copy"), "neither of them is on a gpufs mount"),
         (("-r", host, f"node:{host}/copy"), "neither of them is on a gpufs mount"),
     ]:
-        assert text in refused(*remote, *words)
+        assert text in refused_here(*remote, *words)
     assert (left(host), left(root)) == (["file"], ["file"])
 
 
@@ -1080,13 +1082,13 @@ def sshd(session: Session, tmp_path: Path) -> Iterator[str]:
 def test_by_ssh(sshd: str, root: Path, host: Path) -> None:
     remote = ("-e", sshd, "--remote-gpufs", GPUFS[0])
     (host / "file").write_bytes(noise(9 * MIB))
-    gpufs("cp", *remote, "--verify", host / "file", f"root@localhost:{root}/copy")
-    gpufs("cp", *remote, "--verify", f"root@localhost:{root}/copy", host / "back")
+    gpufs_here("cp", *remote, "--verify", host / "file", f"root@localhost:{root}/copy")
+    gpufs_here("cp", *remote, "--verify", f"root@localhost:{root}/copy", host / "back")
     assert_same((host / "back").read_bytes(), noise(9 * MIB))
     for name in ("first", "second"):
         (root / name).mkdir()
     chain = [word for name in ("first", "second") for word in ("-t", f"root@localhost:{root}/{name}")]
-    gpufs("cp", *remote, f"root@localhost:{root}/copy", *chain)
+    gpufs_here("cp", *remote, f"root@localhost:{root}/copy", *chain)
     for name in ("first", "second"):
         assert_same((root / name / "copy").read_bytes(), noise(9 * MIB))
-    assert f"root@localhost:{root}/none: No such file" in refused(*remote, f"root@localhost:{root}/none", host)
+    assert f"root@localhost:{root}/none: No such file" in refused_here(*remote, f"root@localhost:{root}/none", host)

@@ -364,7 +364,7 @@ def test_a_mount_that_is_replaced(node: Node) -> None:
     kubelet.unpublish("v1")
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_kills(node: Node, kills: int) -> None:
     """Plug-in and daemon are killed at any moment, while pods come and go: no volume is lost, and none is left."""
     kubelet, hub, chooser = node.kubelet, node.hub, random.Random(kills)

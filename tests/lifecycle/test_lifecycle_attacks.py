@@ -26,6 +26,8 @@ from support.processes import (
     wait_until,
 )
 
+import gpufs
+
 pytestmark = [pytest.mark.complains]
 
 # Programs that never end by themselves, each a way to use a mount; {m}: the device's directory, {h}: one of the host.
@@ -197,7 +199,7 @@ def test_a_full_disk_of_the_log_does_not_end_the_mount(mount: Mounter, reference
         while (full / "log").stat().st_size < 4096 or number < 3:
             number += 1
             (mounted.device / "file").write_bytes(noise(MIB, number))
-            run(*GPUFS, "cp", mounted.device / "file", reference / "out")
+            gpufs.copy(mounted.device / "file", reference / "out")
         assert (full / "log").stat().st_size == 4096
         mounted.unmount()
     finally:

@@ -123,7 +123,7 @@ def test_frequent_signals_do_not_disturb_reads_and_writes(mount: Mounter) -> Non
         signal.signal(signal.SIGALRM, count)
         signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
         number = 0
-        while number < 20 or hits < 500:
+        while number < 8 or hits < 200:
             data = noise(3 * MIB + number, number)
             path = mounted.device / f"file{number % 3}"
             path.write_bytes(data)
@@ -215,12 +215,12 @@ def work_on(mounted: GpufsMount, round_: int) -> None:
 
 def test_a_mount_holds_no_more_after_work_than_before(mount: Mounter, driver: str) -> None:
     mounted = mount(memory=256 * MIB)
-    for round_ in range(10):
+    for round_ in range(5):
         work_on(mounted, round_)
     empty = os.statvfs(mounted.device)
     wait_until(lambda: Snapshot.of(mounted.pid).memfds <= 2, 10, "the memory files of removed files to be closed")
     before = Snapshot.of(mounted.pid)
-    for round_ in range(25):
+    for round_ in range(15):
         work_on(mounted, round_)
     # Pools start their threads as they are needed, four readers and four workers at most; a leak would be one a round.
     wait_until(

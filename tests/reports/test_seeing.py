@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import fails, gpufs
+from support.cli import fails_here, gpufs, gpufs_here
 from support.data import MIB
 from support.hanging import HangingMount
 from support.mounting import GPUFS, GpufsMount, Mounter
@@ -28,7 +28,7 @@ def activity(mount: GpufsMount) -> dict[str, Any]:
 
 
 def listed(*words: object) -> dict[str, dict[str, Any]]:
-    return {Path(row["path"]).name: row for row in json.loads(gpufs("ls", "--json", *words).stdout)}
+    return {Path(row["path"]).name: row for row in json.loads(gpufs_here("ls", "--json", *words).stdout)}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a slow file system")
@@ -139,8 +139,8 @@ def test_files_are_listed_with_their_memory_and_leases(mount: Mounter) -> None:
     assert listed(own.path / "gpu1/full")["full"]["leases"] == []
     assert set(listed("-r", own.path)) == {"deep", "sparse", "full"}
     assert set(listed("-r", own.device / "folder", own.device / "sparse")) == {"deep", "sparse"}
-    assert "8.0 MiB" in gpufs("ls", own.path / "gpu1").stdout
-    fails(1, "ls", own.path.parent)
+    assert "8.0 MiB" in gpufs_here("ls", own.path / "gpu1").stdout
+    fails_here(1, "ls", own.path.parent)
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def test_a_user_at_the_limit_and_another_one(limited: GpufsMount, host: Path) ->
     assert as_nobody(lambda: errno_of(Path(gpu.parent / "gpu1" / "full").write_bytes, bytes(LIMIT))) == 0
     (gpu / "roots").write_bytes(bytes(2 * LIMIT))
     # removing gives the memory back, at once
-    for _ in range(5):
+    for _ in range(2):
         as_nobody((gpu / "full").unlink)
         as_nobody(lambda: filled(gpu / "full"))
     as_nobody((gpu / "full").unlink)

@@ -188,7 +188,7 @@ def test_requests_without_a_pause(own: Mounter) -> None:
         for work, count in ((attach_and_detach, 50), (read_control_files, 2), (register_with_links, 1)):
             for _ in range(count):
                 threading.Thread(target=work, daemon=True).start()
-        time.sleep(0.5)
+        time.sleep(0.2)
         ready()
 
     assert_unharmed(mounted, attack)
@@ -202,7 +202,7 @@ def test_the_end_of_many_leases(own: Mounter) -> None:
         fd = os.open(mounted.device / "nobodys/empty", os.O_RDWR | os.O_CREAT)
         clients = [connected(mounted) for _ in range(2)]
         for client in clients:
-            for number in range(1, 800):
+            for number in range(1, 400):
                 client.ask(protocol.Attach(number, "r+"), [fd])
         ready()
         for client in clients:

@@ -449,7 +449,7 @@ def test_programs_that_are_killed_leak_nothing(mount: Mounter) -> None:
     kill_programs(mounted.device, 5, 1)
     wait_for_leases(mounted, 0)
     before = Snapshot.of(mounted.pid)
-    kill_programs(mounted.device, 30, 2)
+    kill_programs(mounted.device, 12, 2)
     wait_for_leases(mounted, 0)
     for path in mounted.device.iterdir():
         path.unlink()

@@ -305,7 +305,7 @@ def test_no_message_gives_memory_that_the_user_may_not_have(mount: Mounter) -> N
     """Seconds of what the campaign `fuzz` does for minutes."""
     mounted = mount(memory=512 * MIB, allow_other=True)
     prepare_fuzz(mounted.path)
-    fuzz(mounted.path, 6, random.Random(2026).randrange(1000))
+    fuzz(mounted.path, 2, random.Random(2026).randrange(1000))
     wait_for_leases(mounted, 0)
     assert mounted.alive()
     assert not [line for line in mounted.complaints() if "Traceback" in line or "ERROR" in line]

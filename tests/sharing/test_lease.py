@@ -69,7 +69,7 @@ def test_many_leases_leak_no_descriptors_and_no_memory(opened: engine.Engine, bu
     descriptors, free = len(os.listdir("/proc/self/fd")), free_bytes(opened)
     with open("/proc/self/maps") as maps:
         mappings = len(maps.readlines())
-    for number in range(60):
+    for number in range(30):
         cycle(number)
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert free_bytes(opened) == free

@@ -229,8 +229,8 @@ def test_readers_and_writers_never_see_a_move(file: Path) -> None:
         user.start()
     moved = 0
     try:
-        deadline = time.monotonic() + 4
-        while time.monotonic() < deadline:
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline or moved < 10:
             with gpufs.attach(file, placement=random.randrange(256)) as array:
                 moved += array.address % 256 != 0
     finally:
@@ -238,7 +238,6 @@ def test_readers_and_writers_never_see_a_move(file: Path) -> None:
         for user in users:
             user.join()
     assert not failures
-    assert moved > 5
     assert file.read_bytes() == content
 
 
@@ -254,7 +253,7 @@ while True:
 
 
 def test_a_daemon_that_dies_while_it_moves_a_file_loses_nothing(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    kills = 50 if request.config.getoption("--slow") else 3
+    kills = 50 if request.config.getoption("--slow") else 2
     content = noise(60 * MIB + 123)
     chooser = random.Random(7)
     with mounted(tmp_path / "mount") as mount:

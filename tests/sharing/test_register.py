@@ -394,7 +394,7 @@ def test_killed_exporters(root: Path, shared_mount: GpufsMount, exporters: Calla
     before = Snapshot.of(shared_mount.pid)
     size = 8 * MIB
     whole = 0
-    for number in range(25):
+    for number in range(12):
         content = bytes((number + 1,)) * size
         path = root / f"live{number}"
         exporter = exporters(path, content)
@@ -613,7 +613,7 @@ def test_a_user_has_a_limited_number_of_registrations(mount: Mounter) -> None:
     """It depends on the descriptors that the daemon may have."""
     own = mount()
     root = own.device
-    resource.prlimit(own.pid, resource.RLIMIT_NOFILE, (4096, 4096))
+    resource.prlimit(own.pid, resource.RLIMIT_NOFILE, (2048, 2048))
     array = shared_array(bytes(4096))
     with ExitStack() as held:
         refused = 0

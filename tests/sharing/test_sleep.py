@@ -193,7 +193,7 @@ def test_a_model_that_sleeps_again_after_a_death_survives_the_next(driver: str) 
             file = large.device / "weights"
             file.write_bytes(data)
             array = gpufs.attach(file, "r+")
-            for _ in range(3):
+            for _ in range(2):
                 gpufs.sleep(array)
                 large.kill()
                 gpufs.wake(array)
@@ -225,7 +225,7 @@ def test_a_daemon_that_is_killed_while_files_move_loses_nothing(place: Survivor,
     )
     gpufs.sleep(array)
     with program(script, file):
-        for _ in range(4):
+        for _ in range(2):
             place.kill()
     gpufs.wake(array)
     assert array.tobytes() == noise(SIZE)
@@ -666,7 +666,7 @@ def test_models_in_turn_on_a_device_that_is_too_small_for_them(evicting: GpufsMo
     files = [evicting.device / f"model{number}" for number in range(3)]
     for number, path in enumerate(files):
         path.write_bytes(noise(2 * SIZE + number))
-    for turn in range(9):
+    for turn in range(6):
         number = turn % 3
         array: Any = gpufs.attach(files[number], "r")
         assert array.tobytes() == noise(2 * SIZE + number)

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from support.cli import fails, gpufs, refused
+from support.cli import fails_here, gpufs, gpufs_here, refused, refused_here
 from support.data import GIB, KIB, MIB, assert_same, left, noise
 from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import PATIENCE, run, wait_until
@@ -41,6 +41,17 @@ def web() -> Iterator[WebServer]:
 
 
 @pytest.fixture
+def as_s3(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The web server is where s3:// leads."""
+    for name, value in credentials(web.url).items():
+        monkeypatch.setenv(name, value)
+
+
+def credentials(url: str) -> dict[str, str]:
+    return {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": url}
+
+
+@pytest.fixture
 def other(shared_mount: GpufsMount) -> Iterator[Path]:
     """An empty directory of the second device."""
     path = shared_mount.path / "gpu1" / f"t{os.getpid()}"
@@ -54,7 +65,7 @@ def other(shared_mount: GpufsMount) -> Iterator[Path]:
 @pytest.mark.parametrize("size", [0, 1, PART, 2 * PART + 12345])
 def test_a_file_of_a_web_server(root: Path, web: WebServer, size: int) -> None:
     web.files["/models/a b%.bin"] = noise(size)
-    done = gpufs("cp", "--json", f"{web.url}/models/a%20b%25.bin?signature=secret", root)
+    done = gpufs_here("cp", "--json", f"{web.url}/models/a%20b%25.bin?signature=secret", root)
     assert_same((root / "a b%.bin").read_bytes(), noise(size))
     assert left(root) == ["a b%.bin"]
     assert (root / "a b%.bin").stat().st_mode & 0o777 == 0o644
@@ -66,14 +77,14 @@ def test_a_file_of_a_web_server(root: Path, web: WebServer, size: int) -> None:
 def test_a_directory_that_does_not_exist(root: Path, web: WebServer) -> None:
     web.files["/file"] = noise(5)
     for words in [(f"{web.url}/file",), ("-r", f"{web.url}/file")]:
-        assert refused(*words, f"{root}/new/")
+        assert refused_here(*words, f"{root}/new/")
     assert left(root) == []
 
 
 def test_each_byte_is_requested_once_for_two_destinations(root: Path, other: Path, web: WebServer) -> None:
     size = 4 * PART + 5
     web.files["/file"] = noise(size)
-    gpufs("cp", f"{web.url}/file", "-t", root, "-t", other)
+    gpufs_here("cp", f"{web.url}/file", "-t", root, "-t", other)
     for directory in (root, other):
         assert_same((directory / "file").read_bytes(), noise(size))
     assert is_partition(web.requested("/file"), size)
@@ -108,33 +119,30 @@ def test_faults_of_the_server_are_retried(root: Path, web: WebServer, faults: li
     size = 2 * PART
     web.files["/file"] = noise(size)
     web.faults["/file"] = list(faults)
-    gpufs("cp", f"{web.url}/file?X-Amz-Credential=signed", root)
+    gpufs_here("cp", f"{web.url}/file?X-Amz-Credential=signed", root)
     assert_same((root / "file").read_bytes(), noise(size))
     assert not web.faults["/file"]
     if faults == ["short", "short"]:  # the rest of each range is requested, and a chunk that was incomplete
         assert sum(end - start for start, end in web.requested("/file")) < size + PART + 2 * MIB
 
 
-def test_faults_during_an_upload_are_retried(root: Path, web: WebServer) -> None:
+def test_faults_during_an_upload_are_retried(root: Path, web: WebServer, as_s3: None) -> None:
     """The server takes a multipart upload as S3 does."""
     (root / "file").write_bytes(FOUR_PARTS)
     web.faults["/bucket/key"] = ["503", "reset", "500"]
-    variables = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": web.url}
-    gpufs("cp", root / "file", "s3://bucket/key", env={**os.environ, **variables})
+    gpufs_here("cp", root / "file", "s3://bucket/key")
     assert_same(web.files["/bucket/key"], FOUR_PARTS)
     assert not web.faults["/bucket/key"]
 
 
-def test_verify_where_an_etag_is_not_a_checksum(root: Path, web: WebServer) -> None:
+def test_verify_where_an_etag_is_not_a_checksum(root: Path, web: WebServer, as_s3: None) -> None:
     """The bytes are requested again and compared."""
     web.files["/bucket/key"] = noise(2 * PART + 5)
-    variables = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": web.url}
-    environment = {**os.environ, **variables}
     web.faults["/bucket/key"] = ["reversed"]
-    assert "the copy differs: the store's ETag is" in refused("--verify", "s3://bucket/key", root, env=environment)
+    assert "the copy differs: the store's ETag is" in refused_here("--verify", "s3://bucket/key", root)
     assert left(root) == []
     web.requests.clear()
-    done = gpufs("cp", "--verify", "s3://bucket/key", root, env=environment)
+    done = gpufs_here("cp", "--verify", "s3://bucket/key", root)
     assert "its ETag is not its checksum" in done.stderr
     assert sum(end - start for start, end in web.requested("/bucket/key")) == 2 * (2 * PART + 5)
     assert_same((root / "key").read_bytes(), noise(2 * PART + 5))
@@ -143,10 +151,10 @@ def test_verify_where_an_etag_is_not_a_checksum(root: Path, web: WebServer) -> N
 def test_a_server_that_knows_no_ranges(root: Path, web: WebServer) -> None:
     web.files["/file"] = noise(2 * PART + 3)
     web.ranges = False
-    gpufs("cp", f"{web.url}/file", root)
+    gpufs_here("cp", f"{web.url}/file", root)
     assert_same((root / "file").read_bytes(), noise(2 * PART + 3))
     web.faults["/file"] = ["", "", "", "reset"]  # three requests find out
-    gpufs("cp", f"{web.url}/file", root / "again")
+    gpufs_here("cp", f"{web.url}/file", root / "again")
     assert_same((root / "again").read_bytes(), noise(2 * PART + 3))
 
 
@@ -154,7 +162,7 @@ def test_a_server_that_knows_no_ranges(root: Path, web: WebServer) -> None:
 def test_a_url_as_people_write_it(root: Path, web: WebServer, ranges: bool) -> None:
     web.files["/a \u00fc%"] = noise(5)
     web.ranges = ranges
-    gpufs("cp", f"{web.url}/a \u00fc%25", root)
+    gpufs_here("cp", f"{web.url}/a \u00fc%25", root)
     assert (root / "a \u00fc%").read_bytes() == noise(5)
 
 
@@ -162,7 +170,7 @@ def test_a_url_as_people_write_it(root: Path, web: WebServer, ranges: bool) -> N
 def test_a_url_that_is_signed_for_get(root: Path, web: WebServer, status: int) -> None:
     web.files["/file"] = noise(MIB)
     web.head = status
-    gpufs("cp", f"{web.url}/file", root)
+    gpufs_here("cp", f"{web.url}/file", root)
     assert_same((root / "file").read_bytes(), noise(MIB))
 
 
@@ -171,7 +179,7 @@ def test_a_failure_keeps_the_old_file(root: Path, web: WebServer, fault: str) ->
     web.files["/file"] = noise(3 * PART)
     web.faults["/file"] = ["", fault]
     (root / "file").write_bytes(b"old")
-    assert "/file" in refused(f"{web.url}/file", root)
+    assert "/file" in refused_here(f"{web.url}/file", root)
     assert (root / "file").read_bytes() == b"old"
     assert left(root) == ["file"]
 
@@ -196,7 +204,7 @@ def test_servers_whose_answers_do_not_fit_together(
     """A plain request has the file."""
     web.files["/file"] = noise(size)
     vars(web).update(oddity)
-    done = gpufs("cp", "--json", f"{web.url.replace('//', '//user:p%40ss@')}/file", root)
+    done = gpufs_here("cp", "--json", f"{web.url.replace('//', '//user:p%40ss@')}/file", root)
     assert_same((root / "file").read_bytes(), noise(size))
     (copy,) = json.loads(done.stdout)["copies"]
     assert (copy["bytes"], copy["source"]) == (size, f"{web.url}/file")
@@ -208,10 +216,10 @@ def test_one_request_for_a_whole_file_begins_again(root: Path, web: WebServer) -
     web.head_length, web.ranges = 0, False
     web.files["/file"] = noise(PART + 1)
     web.faults["/file"] = ["", "reset", "503", "short"]
-    gpufs("cp", f"{web.url}/file", root)
+    gpufs_here("cp", f"{web.url}/file", root)
     assert_same((root / "file").read_bytes(), noise(PART + 1)[: (PART + 1) // 2])  # which is all that its length says
     web.faults["/file"] = ["", "gone"]
-    assert "does not exist" in refused(f"{web.url}/file", root / "other")
+    assert "does not exist" in refused_here(f"{web.url}/file", root / "other")
     assert left(root) == ["file"]
 
 
@@ -231,20 +239,20 @@ def test_a_certificate_of_ones_own(root: Path, tmp_path: Path) -> None:
     context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
     with web_server(context) as web:
         web.files |= {"/file": noise(9), "/bucket/key": noise(5)}
-        assert "SSL_CERT_FILE" in refused(f"{web.url}/file", root)
+        assert "SSL_CERT_FILE" in refused_here(f"{web.url}/file", root)
         trusted = {**os.environ, "SSL_CERT_FILE": str(tmp_path / "ca.pem")}
         gpufs("cp", f"{web.url}/file", root, env=trusted)
         web.head_length, web.ranges = 0, False
         gpufs("cp", f"{web.url}/file", root / "plain", env=trusted)
         web.head_length, web.ranges = None, True
-        keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": web.url}
-        gpufs("cp", "s3://bucket/key", root, env={**os.environ, **keys, "AWS_CA_BUNDLE": str(tmp_path / "ca.pem")})
+        environment = {**os.environ, **credentials(web.url), "AWS_CA_BUNDLE": str(tmp_path / "ca.pem")}
+        gpufs("cp", "s3://bucket/key", root, env=environment)
     assert left(root) == ["file", "key", "plain"]
 
 
 def test_a_size_that_no_device_has(root: Path, web: WebServer) -> None:
     web.sizes["/file"] = (1 << 63) - 1
-    assert "needs 8.0 EiB" in refused(f"{web.url}/file", root)
+    assert "needs 8.0 EiB" in refused_here(f"{web.url}/file", root)
     assert left(root) == []
 
 
@@ -260,21 +268,22 @@ def test_what_others_may_read_has_no_secret(root: Path, web: WebServer) -> None:
     assert b"signed" not in stored
     web.released.set()
     web.requests.clear()
-    gpufs("cp", "--partial", f"{web.url}/file?X-Amz-Signature=again", root)
+    gpufs_here("cp", "--partial", f"{web.url}/file?X-Amz-Signature=again", root)
     assert [start for start, _ in web.requested("/file")] == [2 * PART, 3 * PART]
 
 
 def test_a_file_that_changes_during_the_copy(root: Path, web: WebServer) -> None:
     """One of both is copied, and never parts of both."""
-    web.files["/file"] = noise(10 * PART)
+    old, new = (noise(MIB + 1, seed) * (10 * PART // MIB) for seed in (0, 1))
+    web.files["/file"] = old
     web.held = PART
     with subprocess.Popen([*GPUFS, "cp", f"{web.url}/file", root], stderr=subprocess.PIPE, text=True) as child:
         wait_until(lambda: len(web.requests) >= 8, PATIENCE, "the requests")
-        web.files["/file"] = noise(10 * PART, 1)
+        web.files["/file"] = new
         web.released.set()
         child.communicate(timeout=PATIENCE)
     assert child.returncode == 0
-    assert_same((root / "file").read_bytes(), noise(10 * PART, 1))
+    assert_same((root / "file").read_bytes(), new)
     assert left(root) == ["file"]
 
 
@@ -283,8 +292,8 @@ def test_one_destination_that_fails(mount: Mounter, web: WebServer) -> None:
     small = mount(memory=96 * MIB, devices=2)
     web.files["/file"] = noise(2 * PART)
     (small.path / "gpu0" / "limited").mkdir()
-    gpufs("quota", "set", small.path / "gpu0" / "limited", "8M")
-    text = refused("--partial", f"{web.url}/file", "-t", small.path / "gpu0/limited", "-t", small.path / "gpu1")
+    gpufs_here("quota", "set", small.path / "gpu0" / "limited", "8M")
+    text = refused_here("--partial", f"{web.url}/file", "-t", small.path / "gpu0/limited", "-t", small.path / "gpu1")
     assert "gpu0/limited/file" in text
     assert left(small.path / "gpu0" / "limited") == []
     assert_same((small.path / "gpu1" / "file").read_bytes(), noise(2 * PART))
@@ -293,7 +302,7 @@ def test_one_destination_that_fails(mount: Mounter, web: WebServer) -> None:
 def test_too_little_space_is_found_out_before_a_request(mount: Mounter, web: WebServer) -> None:
     small = mount(memory=32 * MIB)
     web.files["/file"] = noise(48 * MIB)
-    text = refused(f"{web.url}/file", small.device)
+    text = refused_here(f"{web.url}/file", small.device)
     assert "needs 48.0 MiB" in text
     assert web.requests == []
     assert left(small.device) == []
@@ -334,7 +343,7 @@ def test_partial_goes_on_where_a_copy_ended(root: Path, web: WebServer, number: 
     assert left(root) == [".file.gpufs-part"]
     web.released.set()
     web.requests.clear()
-    done = gpufs("cp", "--partial", "--json", f"{web.url}/file", root)
+    done = gpufs_here("cp", "--partial", "--json", f"{web.url}/file", root)
     assert_same((root / "file").read_bytes(), FOUR_PARTS)
     assert left(root) == ["file"]
     assert os.listxattr(root / "file") == []
@@ -359,8 +368,8 @@ def test_names_that_leave_no_space_for_that_of_an_incomplete_file(root: Path, we
         child.kill()
     web.released.set()
     web.files[f"/{name[:-1]}m"] = noise(10)
-    gpufs("cp", f"{web.url}/{quote(name[:-1])}m", root)  # does not take the incomplete file of the other one
-    done = gpufs("cp", "--partial", "--json", url, root)
+    gpufs_here("cp", f"{web.url}/{quote(name[:-1])}m", root)  # does not take the incomplete file of the other one
+    done = gpufs_here("cp", "--partial", "--json", url, root)
     assert json.loads(done.stdout)["paths"]["kept"] == 2 * PART
     assert_same((root / name).read_bytes(), FOUR_PARTS)
     assert left(root) == sorted([name, f"{name[:-1]}m"])
@@ -373,7 +382,7 @@ def test_content_without_a_version_is_loaded_again(root: Path, web: WebServer) -
         child.kill()
     web.released.set()
     web.requests.clear()
-    gpufs("cp", "--partial", f"{web.url}/file", root)
+    gpufs_here("cp", "--partial", f"{web.url}/file", root)
     assert is_partition(web.requested("/file"), 4 * PART)
 
 
@@ -450,12 +459,11 @@ def test_a_signal_ends_a_copy_whose_server_is_silent(root: Path, how: str, answe
     if "up" in how:
         (root / "up").write_bytes(noise(3))
     with silent_server(answers) as (url, wait_for_silence):
-        variables = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": url}
         names = (f"{root}/up", "s3://bucket/key") if "up" in how else (f"{url}/file", str(root))
         sources = repr([names[0]] if how == "copy_files" else names[0])
         program = f"import gpufs; gpufs.{how.split()[0]}({sources}, {names[1]!r})"
         command = [*GPUFS, "cp", *names] if how.startswith("cp") else [sys.executable, "-c", program]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, **variables}) as child:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, **credentials(url)}) as child:
             wait_for_silence()
             began = time.monotonic()
             child.send_signal(signal.SIGINT)
@@ -497,7 +505,7 @@ def test_what_a_kill_has_left_is_replaced(root: Path, web: WebServer) -> None:
         web.released.set()
         web.files["/file"] = data
         web.requests.clear()
-        gpufs("cp", *options, f"{web.url}/file", root)
+        gpufs_here("cp", *options, f"{web.url}/file", root)
         assert is_partition(web.requested("/file"), len(data))
         assert_same((root / "file").read_bytes(), data)
         assert left(root) == ["file"]
@@ -508,9 +516,9 @@ def test_a_file_that_is_replaced_passes_on_its_rights_and_its_pin(root: Path, we
     path = root / "file"
     path.write_bytes(b"old")
     path.chmod(0o600)
-    gpufs("pin", path)
+    gpufs_here("pin", path)
     web.files["/file"] = b"new"
-    gpufs("cp", f"{web.url}/file", root)
+    gpufs_here("cp", f"{web.url}/file", root)
     assert path.read_bytes() == b"new"
     assert (path.stat().st_mode & 0o777, os.listxattr(path)) == (0o600, ["user.gpufs-pinned"])
 
@@ -525,7 +533,7 @@ def test_partial_after_a_copy_that_had_started_again(root: Path, web: WebServer)
         wait_until(lambda: part.stat().st_blocks == 0 and part.stat().st_size, PATIENCE, "an empty file")
         child.kill()
     web.released.set()
-    gpufs("cp", "--partial", f"{web.url}/file", root)
+    gpufs_here("cp", "--partial", f"{web.url}/file", root)
     assert_same((root / "file").read_bytes(), FOUR_PARTS)
     assert left(root) == ["file"]
 
@@ -533,13 +541,13 @@ def test_partial_after_a_copy_that_had_started_again(root: Path, web: WebServer)
 def test_a_fifo_is_not_replaced(root: Path, web: WebServer) -> None:
     web.files["/file"] = noise(5)
     os.mkfifo(root / "file")
-    assert "is a device, FIFO or socket" in refused(f"{web.url}/file", root)
+    assert "is a device, FIFO or socket" in refused_here(f"{web.url}/file", root)
     assert (root / "file").is_fifo()
 
 
 def test_two_copies_to_one_name(root: Path, web: WebServer) -> None:
     with start_held(web, root) as child:
-        assert "another copy to this name is in progress" in refused(f"{web.url}/file", root)
+        assert "another copy to this name is in progress" in refused_here(f"{web.url}/file", root)
         web.released.set()
         assert child.wait(PATIENCE) == 0
     assert_same((root / "file").read_bytes(), FOUR_PARTS)
@@ -549,10 +557,10 @@ def test_an_incomplete_file_of_another_user_is_not_used(root: Path, web: WebServ
     web.files["/file"] = noise(5)
     (root / ".file.gpufs-part").write_bytes(b"bad")
     os.chown(root / ".file.gpufs-part", 65534, 65534)
-    assert "another user's file" in refused(f"{web.url}/file", root)
+    assert "another user's file" in refused_here(f"{web.url}/file", root)
     (root / ".file.gpufs-part").unlink()
     (root / ".file.gpufs-part").symlink_to("/dev/null")
-    refused(f"{web.url}/file", root)
+    refused_here(f"{web.url}/file", root)
     assert not (root / "file").exists()
 
 
@@ -564,7 +572,7 @@ def test_random_interruptions(root: Path, other: Path, web: WebServer) -> None:
     old, ended, partial = b"", 0, 0
     web.files["/file"] = bytes(size)
     began = time.monotonic()
-    gpufs("cp", f"{web.url}/file", root)
+    gpufs_here("cp", f"{web.url}/file", root)
     took = time.monotonic() - began
     (root / "file").unlink()
     for seed in range(10):
@@ -583,7 +591,7 @@ def test_random_interruptions(root: Path, other: Path, web: WebServer) -> None:
             for directory in (root, other):
                 if (directory / "file").exists():
                     assert (directory / "file").read_bytes() in (old, new)
-        gpufs("cp", "--partial", f"{web.url}/file", "-t", root, "-t", other)
+        gpufs_here("cp", "--partial", f"{web.url}/file", "-t", root, "-t", other)
         for directory in (root, other):
             assert_same((directory / "file").read_bytes(), new)
         old = new
@@ -641,7 +649,7 @@ def test_memory_is_bounded(mount: Mounter, web: WebServer) -> None:
 )
 def test_wrong_names_and_options(root: Path, words: tuple[str, ...], text: str) -> None:
     (root / "file").write_bytes(b"there")
-    assert text in fails(2, "cp", *(word.replace("ROOT", str(root)) for word in words))
+    assert text in fails_here(2, "cp", *(word.replace("ROOT", str(root)) for word in words))
     assert left(root) == ["file"]
 
 
@@ -662,19 +670,19 @@ def test_wrong_names_and_options(root: Path, words: tuple[str, ...], text: str) 
         ),
     ],
 )
-def test_refusals_of_stores(root: Path, web: WebServer, status: int, body: bytes, url: str, text: str) -> None:
+def test_refusals_of_stores(
+    root: Path, web: WebServer, as_s3: None, status: int, body: bytes, url: str, text: str
+) -> None:
     web.answer = (status, body)
-    variables = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_ENDPOINT_URL": web.url}
-    environment = {**os.environ, **variables}
-    assert text in refused("-r", url.replace("http://SERVER", web.url), root, env=environment)
+    assert text in refused_here("-r", url.replace("http://SERVER", web.url), root)
     assert left(root) == []
     if url == "s3://bucket/file":
         (root / "file").write_bytes(b"content")
-        assert text in refused(root / "file", url, env=environment)
+        assert text in refused_here(root / "file", url)
 
 
 def test_a_server_that_does_not_exist(root: Path) -> None:
-    text = refused("http://127.0.0.1:1/file", root)
+    text = refused_here("http://127.0.0.1:1/file", root)
     assert "onnection refused" in text
 
 
@@ -689,7 +697,7 @@ def test_a_machine_without_certificates(root: Path) -> None:
 
 def test_neither_side_on_a_mount(host: Path, web: WebServer) -> None:
     web.files["/file"] = b"content"
-    assert "neither of them is on a gpufs mount" in refused(f"{web.url}/file", host)
+    assert "neither of them is on a gpufs mount" in refused_here(f"{web.url}/file", host)
     assert left(host) == []
 
 

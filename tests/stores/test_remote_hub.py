@@ -42,9 +42,9 @@ def test_a_model(root: Path, hub: WebServer) -> None:
 def test_the_cache_comes_first(root: Path, hub: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """What huggingface_hub has loaded is not loaded again, and is all that is needed without a network."""
     with web_server() as hub.redirects_to:
-        for name in ("weights.safetensors", "config.json"):
-            program = f"import huggingface_hub; huggingface_hub.hf_hub_download('org/model', '{name}')"
-            run(sys.executable, "-c", program)
+        program = "from huggingface_hub import hf_hub_download\n"
+        program += "for name in ('weights.safetensors', 'config.json'): hf_hub_download('org/model', name)"
+        run(sys.executable, "-c", program)
     hub.redirects_to = None
     hub.requests.clear()
     summary = json.loads(gpufs("cp", "-rT", "--json", "hf://org/model", root / "model").stdout)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli import gpufs, refused
+from support.cli import gpufs_here, refused_here
 from support.data import MIB, SELECTED, SELECTION, assert_same, files_below, left, make_model, noise
 from support.mounting import GPUFS, REPOSITORY, GpufsMount, Session
 from support.processes import PATIENCE, shell, wait_until
@@ -63,7 +63,7 @@ def test_there_and_back(root: Path, s3: S3, size: int) -> None:
     (root / "source").write_bytes(noise(size))
     digest = hashlib.sha256(noise(size)).hexdigest()
     for words in [(root / "source", "s3://models/a b/file#1"), ("s3://models/a b/file#1", root / "back")]:
-        (copy,) = json.loads(gpufs("cp", "--verify", "--json", *words).stdout)["copies"]
+        (copy,) = json.loads(gpufs_here("cp", "--verify", "--json", *words).stdout)["copies"]
         assert (copy["bytes"], copy["sha256"]) == (size, digest)
     assert_same((root / "back").read_bytes(), noise(size))
     assert keys(s3) == ["a b/file#1"]
@@ -84,15 +84,15 @@ def test_directories(root: Path, s3: S3) -> None:
     """As cp -r: into a directory that exists, and to one that does not."""
     put(s3, **{"m/config.json": b"{}", "m/parts/1": b"one", "m/parts/2": b"", "mm/other": b"not of m"})
     put(s3, **{"m/": b"", "m/parts/": b"", "m/empty/": b""})  # as some tools make directories
-    gpufs("cp", "-r", "s3://models/m", root / "new")
-    gpufs("cp", "-r", "s3://models/m/", root)
+    gpufs_here("cp", "-r", "s3://models/m", root / "new")
+    gpufs_here("cp", "-r", "s3://models/m/", root)
     for directory in ("new", "m"):
         assert left(root / directory) == ["config.json", "parts"]
         assert (root / directory / "parts" / "1").read_bytes() == b"one"
         assert (root / directory / "parts" / "2").read_bytes() == b""
-    assert "is a directory (-r copies it)" in refused("s3://models/m", root)
-    gpufs("cp", "-r", root / "new", "s3://models/copy")
-    gpufs("cp", "-r", root / "new", "s3://models/into/")
+    assert "is a directory (-r copies it)" in refused_here("s3://models/m", root)
+    gpufs_here("cp", "-r", root / "new", "s3://models/copy")
+    gpufs_here("cp", "-r", root / "new", "s3://models/into/")
     below = ["config.json", "parts/1", "parts/2"]
     assert keys(s3)[:6] == [f"{place}/{path}" for place in ("copy", "into/new") for path in below]
     assert content(s3, "into/new/parts/1") == b"one"
@@ -100,26 +100,26 @@ def test_directories(root: Path, s3: S3) -> None:
 
 def test_patterns_and_several_names(root: Path, s3: S3) -> None:
     put(s3, **{"m/1.bin": b"1", "m/2.bin": b"2", "m/2.txt": b"t", "m/deep/3.bin": b"3", "n/1.bin": b"n"})
-    gpufs("cp", "s3://models/m/*.bin", root)
+    gpufs_here("cp", "s3://models/m/*.bin", root)
     assert left(root) == ["1.bin", "2.bin"]
-    done = json.loads(gpufs("cp", "-n", "--json", "s3://models/m/[12].*", root).stdout)
+    done = json.loads(gpufs_here("cp", "-n", "--json", "s3://models/m/[12].*", root).stdout)
     assert (done["files"], done["skipped"]) == (1, 2)
-    assert "no file matches" in refused("s3://models/m/*.none", root)
-    assert "another source of this command" in refused("s3://models/m/1.bin", "s3://models/n/1.bin", root)
+    assert "no file matches" in refused_here("s3://models/m/*.none", root)
+    assert "another source of this command" in refused_here("s3://models/m/1.bin", "s3://models/n/1.bin", root)
     assert (root / "1.bin").read_bytes() == b"1"
-    gpufs("cp", root / "1.bin", root / "2.bin", "s3://models/up")
-    gpufs("cp", root / "1.bin", "-t", "s3://models/one")
+    gpufs_here("cp", root / "1.bin", root / "2.bin", "s3://models/up")
+    gpufs_here("cp", root / "1.bin", "-t", "s3://models/one")
     assert [key for key in keys(s3) if key.startswith(("up", "one"))] == ["one/1.bin", "up/1.bin", "up/2.bin"]
     (root / "1.bin").write_bytes(b"changed")
-    done = json.loads(gpufs("cp", "-n", "--json", root / "1.bin", "s3://models/up/").stdout)
+    done = json.loads(gpufs_here("cp", "-n", "--json", root / "1.bin", "s3://models/up/").stdout)
     assert (done["skipped"], content(s3, "up/1.bin")) == (1, b"1")
 
 
 def test_keys_that_look_like_patterns(root: Path, s3: S3) -> None:
     put(s3, **{"d/a[1].bin": b"1", "d/a?.bin": b"2", "d/ab.bin": b"3"})
-    gpufs("cp", "s3://models/d/a[1].bin", root)
+    gpufs_here("cp", "s3://models/d/a[1].bin", root)
     assert left(root) == ["a[1].bin"]
-    gpufs("cp", "s3://models/d/a[?].bin", root)
+    gpufs_here("cp", "s3://models/d/a[?].bin", root)
     assert left(root) == ["a?.bin", "a[1].bin"]
     with pytest.raises(package.CopyError, match="names several files"):
         package.copy("s3://models/d/a?.bin", root)
@@ -128,25 +128,25 @@ def test_keys_that_look_like_patterns(root: Path, s3: S3) -> None:
 def test_keys_that_no_file_can_have(root: Path, s3: S3) -> None:
     """They are named, and the others can be copied by their names."""
     put(s3, **{"m/a": b"1", "m//c": b"2", "n/b": b"3", "n/t\tx": b"4"})
-    assert '"m//c"' in refused("-r", "s3://models/m", root)
-    assert "n/t" in refused("-r", "s3://models/n", root)
-    gpufs("cp", "s3://models/m/a", "s3://models/n/b", root)
+    assert '"m//c"' in refused_here("-r", "s3://models/m", root)
+    assert "n/t" in refused_here("-r", "s3://models/n", root)
+    gpufs_here("cp", "s3://models/m/a", "s3://models/n/b", root)
     assert left(root) == ["a", "b"]
 
 
 def test_an_object_that_is_a_directory_too(root: Path, s3: S3) -> None:
     put(s3, **{"m": b"1", "m/a": b"2", "mm": b"3"})
-    assert "an object and a directory" in refused("-r", "s3://models/m", root)
-    gpufs("cp", "s3://models/m", root / "object")
-    gpufs("cp", "-r", "s3://models/m/", root / "directory")
+    assert "an object and a directory" in refused_here("-r", "s3://models/m", root)
+    gpufs_here("cp", "s3://models/m", root / "object")
+    gpufs_here("cp", "-r", "s3://models/m/", root / "directory")
     assert (left(root), left(root / "directory")) == (["directory", "object"], ["a"])
-    gpufs("cp", "-r", "s3://models/mm", root)
+    gpufs_here("cp", "-r", "s3://models/mm", root)
 
 
 def test_many_empty_objects(root: Path, s3: S3) -> None:
     """Keys that are directories are left out, and the others are files."""
     put(s3, **{f"d/{n}": b"" for n in range(40)}, **{"d/sub/": b"", "d/sub/x": b"x", "d/none/": b""})
-    gpufs("cp", "-r", "s3://models/d", root)
+    gpufs_here("cp", "-r", "s3://models/d", root)
     assert left(root / "d") == sorted([*map(str, range(40)), "sub"])
 
 
@@ -156,24 +156,24 @@ def test_a_server_that_is_busy_for_a_moment(root: Path, s3: S3, monkeypatch: pyt
     (root / "source").mkdir()
     with busy_at_first(s3.environment["AWS_ENDPOINT_URL"]) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        gpufs("cp", "-r", "s3://models/m", root)
-        gpufs("sync", "--delete", root / "source", "s3://models/d")
+        gpufs_here("cp", "-r", "s3://models/m", root)
+        gpufs_here("sync", "--delete", root / "source", "s3://models/d")
     assert (root / "m").read_bytes() == b"model"
     assert keys(s3) == ["m"]
 
 
 def test_an_archived_object(root: Path, s3: S3) -> None:
     s3.client.put_object(Bucket="models", Key="cold", Body=b"x", StorageClass="GLACIER")
-    assert "is archived" in refused("s3://models/cold", root)
+    assert "is archived" in refused_here("s3://models/cold", root)
 
 
 def test_links_are_not_stored(root: Path, s3: S3) -> None:
     (root / "tree").mkdir()
     (root / "tree" / "file").write_bytes(b"content")
     (root / "tree" / "link").symlink_to("file")
-    assert "is a symbolic link (-L copies its file)" in refused("-r", root / "tree", "s3://models/tree")
+    assert "is a symbolic link (-L copies its file)" in refused_here("-r", root / "tree", "s3://models/tree")
     assert keys(s3) == ["tree/file"]
-    gpufs("cp", "-rL", root / "tree", "s3://models/tree")
+    gpufs_here("cp", "-rL", root / "tree", "s3://models/tree")
     assert content(s3, "tree/link") == b"content"
 
 
@@ -181,22 +181,22 @@ def test_a_link_below_the_destination_is_not_followed(root: Path, host: Path, s3
     put(s3, **{"m/sub/file": b"content"})
     (root / "m").mkdir()
     (root / "m" / "sub").symlink_to(host)
-    refused("-r", "s3://models/m", root)
+    refused_here("-r", "s3://models/m", root)
     assert left(host) == []
 
 
 def test_what_does_not_exist(root: Path, s3: S3) -> None:
-    assert "the file or directory or its bucket does not exist" in refused("s3://models/none", root)
-    assert "the bucket absent does not exist" in refused("s3://absent/none", root)
+    assert "the file or directory or its bucket does not exist" in refused_here("s3://models/none", root)
+    assert "the bucket absent does not exist" in refused_here("s3://absent/none", root)
     (root / "file").write_bytes(b"content")
-    assert "the bucket absent does not exist" in refused(root / "file", "s3://absent/none")
-    assert "No such file" in refused(root / "none", "s3://models/x")
+    assert "the bucket absent does not exist" in refused_here(root / "file", "s3://absent/none")
+    assert "No such file" in refused_here(root / "none", "s3://models/x")
     assert keys(s3) == []
 
 
 def test_a_file_of_the_host_is_not_stored(host: Path, s3: S3) -> None:
     (host / "file").write_bytes(b"content")
-    assert "neither of them is on a gpufs mount" in refused(host / "file", "s3://models/file")
+    assert "neither of them is on a gpufs mount" in refused_here(host / "file", "s3://models/file")
 
 
 def store_in_parts(s3: S3, *sizes: int) -> str:
@@ -220,13 +220,13 @@ def test_a_copy_that_differs(root: Path, s3: S3) -> None:
         verification = Verification(expected, len(data))
         verification.update(memoryview(data))
         assert verification.matches() == same
-    assert gpufs("cp", "--verify", "s3://models/file", root).stderr == ""
+    assert gpufs_here("cp", "--verify", "s3://models/file", root).stderr == ""
 
 
 def test_an_etag_that_is_not_a_checksum(root: Path, s3: S3) -> None:
     """The object is read again and compared."""
     store_in_parts(s3, 7 * MIB, 6 * MIB)
-    done = gpufs("cp", "--verify", "s3://models/file", root)
+    done = gpufs_here("cp", "--verify", "s3://models/file", root)
     assert "s3://models/file: its ETag is not its checksum, so it was read again and compared" in done.stderr
     assert_same((root / "file").read_bytes(), noise(7 * MIB, 1) + noise(6 * MIB, 2))
 
@@ -280,18 +280,18 @@ def test_the_howto(shared_mount: GpufsMount, tmp_path: Path, s3: S3, monkeypatch
 def test_trees_by_name_and_in_part(root: Path, s3: S3) -> None:
     """-T, --include and --exclude, up and down, and a tree to two destinations."""
     make_model(root / "model")
-    gpufs("cp", "-rT", root / "model", "s3://models/copy", *SELECTION)
+    gpufs_here("cp", "-rT", root / "model", "s3://models/copy", *SELECTION)
     assert keys(s3) == [f"copy/{name}" for name in SELECTED]
     (root / "back").mkdir()
-    gpufs("cp", "-rT", "s3://models/copy", root / "back", "--exclude", "sub")
+    gpufs_here("cp", "-rT", "s3://models/copy", root / "back", "--exclude", "sub")
     assert files_below(root / "back") == ["a.safetensors"]
     for name in ("one", "two"):
         (root / name).mkdir()
-    gpufs("cp", "-r", "s3://models/copy", "-t", root / "one", "-t", root / "two")
+    gpufs_here("cp", "-r", "s3://models/copy", "-t", root / "one", "-t", root / "two")
     for name in ("one", "two"):
         assert files_below(root / name / "copy") == SELECTED
-    assert "directory" in refused("-T", root / "model/notes.txt", "s3://models/copy/")
-    assert "directory" in refused("-T", "s3://models/copy/a.safetensors", root / "one")
+    assert "directory" in refused_here("-T", root / "model/notes.txt", "s3://models/copy/")
+    assert "directory" in refused_here("-T", "s3://models/copy/a.safetensors", root / "one")
 
 
 def test_update_and_dry_run(root: Path, s3: S3) -> None:
@@ -301,7 +301,7 @@ def test_update_and_dry_run(root: Path, s3: S3) -> None:
         os.utime(path, ns=(now, now))
 
     def counts(*words: object) -> tuple[int, int]:
-        found = json.loads(gpufs("cp", "--json", *words).stdout)
+        found = json.loads(gpufs_here("cp", "--json", *words).stdout)
         return found["files"], found["skipped"]
 
     up, down = (root / "model", "s3://models/copy"), ("s3://models/copy", root / "back")
@@ -330,7 +330,7 @@ def test_sync(root: Path, s3: S3) -> None:
     put(s3, **{"m/old": b"1", "m/deep/old": b"2", "m/x.log": b"3", "me/too": b"4"})
 
     def sync(*words: object) -> tuple[int, int, list[str]]:
-        summary = json.loads(gpufs("sync", "--json", *words).stdout)
+        summary = json.loads(gpufs_here("sync", "--json", *words).stdout)
         return summary["files"], summary["skipped"], summary["deleted"]
 
     words = ("--delete", "--exclude", "*.log", source, "s3://models/m")
@@ -344,5 +344,5 @@ def test_sync(root: Path, s3: S3) -> None:
     (back / "one").write_bytes(noise(3001)[1:])
     assert sync("--delete", "--checksum", "s3://models/m", back) == (1, 1, [f"{back}/deep/two", f"{back}/deep/"])
     assert (back / "one").read_bytes() == noise(3000)
-    assert gpufs("sync", "--delete", "s3://models/none", back, check=False).returncode == 1
+    assert gpufs_here("sync", "--delete", "s3://models/none", back, check=False).returncode == 1
     assert left(back) == ["one", "x.log"]

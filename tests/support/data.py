@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import random
@@ -16,6 +17,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 GRANULE = 2 * MIB
 
 
+@functools.lru_cache(maxsize=4)  # a test asks for the same again, to compare
 def noise(count: int, seed: int = 0) -> bytes:
     """count pseudo-random bytes, the same for the same seed."""
     if count > 64 * MIB:  # the generator's largest request is 256 MiB

@@ -211,9 +211,9 @@ def test_status_at_random_moments(mount: Path) -> None:
     """The commands that ask the mount itself report no error when its daemon dies between open and read."""
     script = "from gpufs.cli import _mounts; from gpufs.client import _daemons; import sys\n"
     script += "entry = _mounts.mounted_at(sys.argv[1])\n"
-    script += "for _ in range(1000): _daemons.control_file(entry, 'status')"
+    script += "for _ in range(500): _daemons.control_file(entry, 'status')"
     asking = [subprocess.Popen([sys.executable, "-c", script, mount]) for _ in range(3)]
-    for _ in range(3):
+    for _ in range(2):
         time.sleep(0.2)
         kill(mount)
     assert [each.wait(PATIENCE) for each in asking] == [0, 0, 0]
@@ -288,7 +288,7 @@ def test_registrations_at_random_moments(mount: Path, file: Path) -> None:
             'exec(\'def again():\\n with gpufs.register(own, os.path.dirname(sys.argv[1]) + "/more") as made:'
             '\\n  assert open(made.path, "rb").read(1) == bytes([7])\')'
         )
-        for _ in range(3):
+        for _ in range(2):
             program.send("[again() for _ in range(100)]")
             time.sleep(0.1)
             kill(mount)
@@ -310,7 +310,7 @@ def test_failure_of_the_daemons_own_code(tmp_path: Path) -> None:
         with attached(file) as program:
             program.run("; ".join([*_REGISTER.strip().splitlines(), _RELEASE]))
             before = leases(path)
-            for _ in range(3):
+            for _ in range(2):
                 kill(path, signal.SIGVTALRM)
                 assert leases(path) == before
                 assert errno_of(os.truncate, file, 0) == EBUSY

@@ -77,7 +77,7 @@ def _kill_at_random(tmp_path: Path, rounds: int, seed: int, **environment: str) 
 
 
 def test_programs_notice_nothing(tmp_path: Path) -> None:
-    _kill_at_random(tmp_path, 6, seed=1)
+    _kill_at_random(tmp_path, 3, seed=1)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cli import fails, gpufs
+from support.cli import fails_here, gpufs
 from support.processes import NOBODY
 
 NAMES = {
@@ -66,7 +66,7 @@ def test_a_directory_that_others_can_change_is_refused(tmp_path: Path) -> None:
     caches.mkdir(parents=True)
 
     def refused() -> str:
-        return fails(1, "run", "--caches", caches, "true")
+        return fails_here(1, "run", "--caches", caches, "true")
 
     gpufs("run", "--caches", caches, "true")
     for mode in (0o720, 0o702, 0o1777):
@@ -86,8 +86,8 @@ def test_a_directory_that_others_can_change_is_refused(tmp_path: Path) -> None:
         assert os.fspath(path) in refused()
         os.chown(path, 0, 0)
     (tmp_path / "file").touch()
-    assert "file" in fails(2, "run", "--caches", tmp_path / "file", "true")
-    fails(2, "run", "--caches", "", "true")
+    assert "file" in fails_here(2, "run", "--caches", tmp_path / "file", "true")
+    fails_here(2, "run", "--caches", "", "true")
 
 
 def test_caches_go_with_the_model(root: Path) -> None:

@@ -361,7 +361,7 @@ def test_in_a_running_program(weights: Path) -> None:
 
 def test_what_a_user_has_mistaken_is_named(weights: Path, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
-    script.write_text("import safetensors.torch, sys; safetensors.torch.load_file(sys.argv[1])")
+    script.write_text("import safetensors, sys; safetensors.safe_open(sys.argv[1], 'pt')")
     assert fails(126, "run", script).endswith(f"not executable, or not in PATH: gpufs run python {script}")
     elsewhere = tmp_path / "weights.safetensors"
     elsewhere.write_bytes(weights.read_bytes())
