@@ -44,7 +44,8 @@ class Session:
         self.report = self.scratch / "watchdog.log"
         self.report.touch()
         self._process = subprocess.Popen(
-            [sys.executable, watchdog.__file__, str(self.report)],
+            [sys.executable, "-m", "support.watchdog", str(self.report), self.name],
+            cwd=REPOSITORY / "tests",
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

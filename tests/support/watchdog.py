@@ -9,7 +9,8 @@ reads commands as JSON lines from its standard input:
     {"do": "disarm"}
 
 When time is up it reports where the daemon's threads stand, aborts the connections and so makes every blocked client
-return; at the end of its input (also when pytest was killed) it removes every mount and process group that is left.
+return; at the end of its input (also when pytest was killed) it removes every mount and process group that is left, and
+the session's other processes with the mounts that they serve.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from support.processes import session_processes
 
 CONNECTIONS = Path("/sys/fs/fuse/connections")
 
@@ -125,6 +128,13 @@ def main() -> None:
         log: list[str] = []
         rescue(path, group, log)
         report.write("".join(f"left over: {line}\n" for line in log))
+    # Keepers first, which start other daemons.
+    for pid, line in sorted(session_processes(sys.argv[2]).items(), key=lambda process: "keeper" not in process[1]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        if "gpufs-keeper" in line or "gpufs.daemon" in line:
+            rescue(line.rstrip().rsplit(" ", 1)[-1], None)
+        report.write(f"left over: killed {pid}: {line}\n")
 
 
 if __name__ == "__main__":
