@@ -1,4 +1,4 @@
-"""System calls that the standard library does not offer. Failures are OSErrors.
+"""System calls that the standard library does not offer, and the start of a thread. Failures are OSErrors.
 
 What asks a file's server, and so may block as long as that likes, says so.
 """
@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
@@ -36,6 +37,16 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 def os_error(code: int) -> OSError:
     """Return the exception for an errno."""
     return OSError(code, os.strerror(code))
+
+
+def start_thread(call: Callable[..., object], *arguments: object) -> threading.Thread:
+    """Call a function on a thread that the program's end does not wait for. OSError EAGAIN if none can be started."""
+    thread = threading.Thread(target=call, args=arguments, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        raise OSError(errno.EAGAIN, "no thread can be started (ulimit -u)") from None
+    return thread
 
 
 def _check(result: int) -> int:

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
-from gpufs.syscalls import os_error
+from gpufs.syscalls import os_error, start_thread
 
 # Time for calls that are in progress when a copy is cancelled. A call whose server is silent keeps its thread longer.
 END_SECONDS: Final = 1.0
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 def start(call: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Call a function on a thread of its own."""
+    """Call a function on a thread of its own. OSError EAGAIN if none can be started."""
     future: Future[T] = Future()
-    threading.Thread(target=_run, args=(future, call, arguments), daemon=True).start()
+    start_thread(_run, future, call, arguments)
     return future
 
 
@@ -59,13 +59,13 @@ class Workers:
         self._closed = False
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Call a function on one of the threads. RuntimeError if none can be started; a few are enough."""
+        """Call a function on one of the threads. OSError EAGAIN if none can be started; a few are enough."""
         with self._lock:
             if self._unstarted:
                 try:
-                    threading.Thread(target=self._work, daemon=True).start()
+                    start_thread(self._work)
                     self._unstarted -= 1
-                except RuntimeError:
+                except OSError:
                     if self._unstarted == self._count:
                         raise
         future: Future[T] = Future()

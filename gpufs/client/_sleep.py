@@ -169,8 +169,8 @@ class _Listeners:
         with self._lock:
             if not self._active or st_dev in self._mounts:
                 return
+            threading.Thread(target=self._listen, args=(st_dev,), name="gpufs-asked", daemon=True).start()
             self._mounts.add(st_dev)
-        threading.Thread(target=self._listen, args=(st_dev,), name="gpufs-asked", daemon=True).start()
 
     def _listen(self, st_dev: int) -> None:
         """Listen until the mount has gone. Another daemon may take it over."""

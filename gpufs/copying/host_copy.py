@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -38,6 +37,7 @@ from gpufs.hosts.messages import HostRequest, plain
 from gpufs.hosts.names import HostName
 from gpufs.hosts.next_host import NextHost
 from gpufs.hosts.peer import GREETING, Peer, connected, our_hello
+from gpufs.syscalls import start_thread
 
 # A command that is stopped (Ctrl-Z) sends nothing.
 _SILENCE_SECONDS: Final = 60.0
@@ -204,7 +204,7 @@ def _upload_as_asked(
             pass
         cancel.cancel()  # the other side has ended
 
-    threading.Thread(target=watch, daemon=True).start()
+    start_thread(watch)
     try:
         with connected(
             [target.host for target in targets],

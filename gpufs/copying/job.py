@@ -30,7 +30,7 @@ from gpufs.copying.types import (
 from gpufs.exceptions import text_of, with_user_names
 from gpufs.mounting import MountEntry, MountTable, place_of
 from gpufs.new_file import remove_name
-from gpufs.syscalls import close_all, os_error, path_of
+from gpufs.syscalls import close_all, os_error, path_of, start_thread
 from gpufs.units import bytes_text
 
 if TYPE_CHECKING:
@@ -540,11 +540,10 @@ class DataCopy:
             finally:
                 os.close(back)
 
-        reader = threading.Thread(target=read_back, daemon=True)
         try:
             for fd in (self.destination_fd, back):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            reader.start()
+            reader = start_thread(read_back)
         except BaseException:
             os.close(back)
             raise

@@ -20,6 +20,7 @@ from gpufs.copying.job import CopyContext
 from gpufs.copying.tree import FileTree, TreeState, file_is_current
 from gpufs.copying.types import CopyResult, Outcome, Progress, TreeOptions, TreeReport
 from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files, walk_store
+from gpufs.syscalls import start_thread
 
 if TYPE_CHECKING:
     from gpufs.stores.files import StoreFile
@@ -84,16 +85,15 @@ class CopyThreads:
         workers: list[threading.Thread] = []
         try:
             for _ in range(jobs):
-                workers.append(_started(self._work))
-        except RuntimeError:
-            pass  # fewer are enough
+                workers.append(start_thread(self._work))
+        except OSError:
+            if not workers:
+                raise
         try:
-            finder = _started(self._find, find, len(workers))
-        except RuntimeError:
-            finder = None
-        if finder is None or not workers:
+            finder = start_thread(self._find, find, len(workers))
+        except OSError:
             self._cancel.cancel()
-            raise OSError(errno.EAGAIN, "no thread can be started (ulimit -u)")
+            raise
         try:
             while finder.is_alive() and not self._cancel.cancelled:
                 self._wait(finder)
@@ -352,12 +352,6 @@ class TreeCopy(CopyThreads):
             else:
                 different.append(end)
         return different
-
-
-def _started(call: Callable[..., None], *arguments: object) -> threading.Thread:
-    thread = threading.Thread(target=call, args=arguments, daemon=True)
-    thread.start()
-    return thread
 
 
 def _ignore(path: str, error: OSError) -> None:

@@ -25,6 +25,7 @@ from gpufs.csi import binding
 from gpufs.csi.errors import CallError
 from gpufs.csi.volumes import FOLDER, Model, environment_of
 from gpufs.mounting import MountEntry
+from gpufs.syscalls import start_thread
 from gpufs.units import bytes_text
 
 log = logging.getLogger(__name__)
@@ -92,8 +93,9 @@ class Models:
             with self._lock:
                 fetch = self._fetches.get(model)
                 if fetch is None:
-                    fetch = self._fetches[model] = _Fetch()
-                    threading.Thread(target=self._run, args=(model, dict(secrets), fetch), daemon=True).start()
+                    fetch = _Fetch()
+                    start_thread(self._run, model, dict(secrets), fetch)
+                    self._fetches[model] = fetch
             while not fetch.ended.wait(0.1):
                 proceed(fetch.progress)
             if fetch.error is None:

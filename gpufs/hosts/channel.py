@@ -14,6 +14,7 @@ from typing import Final, Protocol
 import msgspec
 
 from gpufs.hosts.messages import Alive, Message, Refused
+from gpufs.syscalls import start_thread
 
 BLOCK_BYTES: Final = 4 << 20  # of a file, in one frame
 _MESSAGE_BYTES: Final = 8 << 20  # more than the names that one command can have
@@ -82,18 +83,18 @@ class HostChannel:
                 fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             except OSError:
                 pass  # not a pipe, or the user's pipes have too much memory already
-        self._heart = threading.Thread(target=self._beat, daemon=True)
+        self._heart: threading.Thread | None = None
 
     def start_alive(self) -> None:
         """Expect a sign of life of the other side from now on, and send some."""
         self._patient = False
-        self._heart.start()
+        self._heart = start_thread(self._beat)
 
     def close(self) -> None:
         """End the thread that sends signs of life."""
         self._closed.set()
         self.stop()
-        if self._heart.ident is not None:
+        if self._heart is not None:
             self._heart.join()
         os.close(self._stop)
 
@@ -223,8 +224,7 @@ def exchange(channel: HostChannel, read: Callable[[], None], write: Callable[[],
             failures.append(error)
             channel.stop()
 
-    thread = threading.Thread(target=receive, daemon=True)
-    thread.start()
+    thread = start_thread(receive)
     ended: ChannelError | None = None
     try:
         write()

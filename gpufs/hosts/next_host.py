@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from contextlib import suppress
 from queue import Empty, Full, Queue
 from typing import Final
@@ -17,6 +16,7 @@ from gpufs.hosts.channel import CancelSignal, ChannelError, HostChannel, HostPro
 from gpufs.hosts.messages import HostRequest, OfSender, plain
 from gpufs.hosts.outlet import Outlet
 from gpufs.hosts.peer import Peer, connected
+from gpufs.syscalls import start_thread
 
 # Blocks of BLOCK_BYTES, or messages, that have been received and not sent yet.
 _QUEUED: Final = 4
@@ -39,8 +39,7 @@ class NextHost:
         self._upstream = upstream
         self._cancel = cancel
         self._queue: Queue[OfSender | bytes] = Queue(_QUEUED)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run)
 
     def pass_on(self, message: OfSender | memoryview) -> None:
         """Send a message, or bytes of a file, to the next machine. Nothing if that has failed."""

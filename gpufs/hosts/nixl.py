@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 from gpufs.hosts.channel import BLOCK_BYTES, ConnectionEnded
 from gpufs.hosts.messages import Offer, Window
+from gpufs.syscalls import start_thread
 
 SLOTS: Final = 4
 # Copies of fewer bytes are over before NIXL is ready, which takes one to three seconds.
@@ -163,8 +164,7 @@ class Nixl:
             except OSError:
                 pass  # the other side sees it, too
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+        thread = start_thread(run)
         try:
             yield
         finally:

@@ -6,7 +6,6 @@ import errno
 import os
 import shlex
 import subprocess
-import threading
 import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from gpufs.hosts.channel import (
 )
 from gpufs.hosts.messages import NEWEST_VERSION, OLDEST_VERSION, HostHello, HostRequest
 from gpufs.hosts.names import HostName, ssh_argument
+from gpufs.syscalls import start_thread
 
 SHELL: Final = "ssh"
 PROGRAM: Final = "gpufs"
@@ -86,8 +86,12 @@ class Peer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._lines: deque[str] = deque(maxlen=20)  # the last of its standard error
-        self._reader = threading.Thread(target=self._read_errors, daemon=True)
-        self._reader.start()
+        try:
+            self._reader = start_thread(self._read_errors)
+        except OSError:
+            self._process.kill()
+            self._process.communicate()
+            raise
         fds = (self._process.stdout.fileno(), self._process.stdin.fileno())
         self.channel = HostChannel(*fds, silence=_SILENCE_SECONDS, cancel=cancel)
 

@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import subprocess
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -254,3 +256,24 @@ def test_an_interrupt_is_obeyed_unless_the_shell_ignores_it(
         assert child.returncode == (0 if ignored else -signal.SIGINT)
         wait_for_no_copies(shared_mount)
         assert (root / "copy").exists() == ignored
+
+
+def test_calls_without_a_thread_fail_as_others_do(root: Path, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    (host / "tree").mkdir()
+    file = host / "tree" / "file"
+    file.write_bytes(noise(3 * MIB))
+    calls: list[Callable[[], object]] = [
+        lambda: client.copy(file, root / "verified", verify=True),
+        lambda: client.copy_tree(host / "tree", root / "tree"),
+    ]
+    for call in calls:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            with pytest.raises(OSError, match="thread") as failure:
+                call()
+        assert failure.value.errno == errno.EAGAIN
+        call()
+    assert (root / "tree/file").read_bytes() == (root / "verified").read_bytes() == noise(3 * MIB)
