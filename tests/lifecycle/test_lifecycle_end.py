@@ -64,10 +64,11 @@ def test_the_directory_of_the_socket(mount: Mounter) -> None:
     mounted = mount()
     folder = Path(socket_path(mounted.path)).parent
     assert os.listdir(folder) == ["socket"]
-    number = folder.stat().st_ino
+    held = os.open(folder, os.O_PATH)  # no other file gets its inode number
     mounted.unmount()
     with contextlib.suppress(FileNotFoundError):  # another mount may have got the device number, and with it the name
-        assert folder.stat().st_ino != number, "left behind"
+        assert not os.path.samestat(folder.stat(), os.fstat(held)), "left behind"
+    os.close(held)
     dead = mount("--no-auto-unmount", "--no-survive")
     folder = Path(socket_path(dead.path)).parent
     dead.signal(signal.SIGKILL)

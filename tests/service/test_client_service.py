@@ -220,8 +220,9 @@ def test_clients_that_neither_send_nor_receive_are_disconnected(
 def test_the_socket_is_open_to_those_who_may_use_the_mount(mount: Mounter) -> None:
     for own, mode in ((mount(), 0o600), (mount(allow_other=True), 0o666)):
         path = (own.path / ".gpufs/socket").read_text().strip()
-        status = os.stat(path)
-        assert stat.S_IMODE(status.st_mode) == mode
+        held = os.open(path, os.O_PATH)  # no other file gets its inode number
+        assert stat.S_IMODE(os.fstat(held).st_mode) == mode
         own.unmount()
         with suppress(FileNotFoundError):  # another mount may have got the device number by now
-            assert not os.path.samestat(os.stat(path), status)
+            assert not os.path.samestat(os.stat(path), os.fstat(held))
+        os.close(held)
