@@ -265,10 +265,8 @@ class Receiver:
         entry = self._entry(file.source, file.name)
         self._name(file.name, "file")
         self._in_file = True
-        if entry is None:
-            self.channel.send(
-                messages.FileResult(file.number, b"", errno.ECANCELED)
-            )  # the directory is reported already
+        if entry is None:  # the directory is reported already
+            self.channel.send(messages.FileResult(file.number, b"", errno.ECANCELED))
         elif self._is_skipped(entry) or self._is_current(entry, file):
             self.channel.send(messages.FileResult(file.number, os.fsencode(entry.path), skipped=True))
             self.sink.file_ended(source, None)
