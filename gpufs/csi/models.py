@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 FOLDER: Final = "csi"  # of all models on a device
 _FETCHES: Final = 4  # at a time; each is a process with about 100 MiB, and copies four files at once
-_END_SECONDS: Final = 10.0
+_END_SECONDS: Final = 5.0
 _PARTIAL: Final = ".partial-"
 _GONE: Final = ".gone-"
 _MARK: Final = f"{binding.CONTROL}/model.json"
@@ -153,6 +153,8 @@ class Models:
                     for creates in (False, True) if create else (False,):
                         for name in self._folders:
                             if (fd := _open_folder(above, name, create=creates)) is not None:
+                                if creates and name != FOLDER:
+                                    log.warning("another user has %s/%s: models are in %s", device, FOLDER, name)
                                 with closed_after(fd):
                                     yield fd, f"{device}/{name}"
                                 return

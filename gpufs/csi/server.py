@@ -46,6 +46,7 @@ _REPAIR_SECONDS: Final = 0.5
 _ROUND_WAIT: Final = 5.0  # of a call for a repair
 _MOST_PAUSE: Final = 120.0
 _GRACE: Final = 5.0
+_SIGNAL_SECONDS: Final = 1.0  # after which a signal that another thread got is noticed, too
 _UNREADABLE: Final = object()  # gRPC answers None itself, and logs a traceback
 
 
@@ -287,8 +288,8 @@ class Plugin:
             for volume in known:
                 if stopped.is_set():
                     return
-                self._tries.attempt("volume", volume.target, partial(self._repair_alone, volume))
-            self._tries.forget_others("volume", [volume.target for volume in known])
+                self._tries.attempt("volume", volume.id or volume.target, partial(self._repair_alone, volume))
+            self._tries.forget_others("volume", [volume.id or volume.target for volume in known])
             if rounds % _SWEEP_ROUNDS == 0:
                 self._tries.attempt("models", "that no volume needs", self._sweep)
             if self._options.labels is not None:
@@ -415,6 +416,7 @@ def serve(options: Options, ready: Callable[[], None]) -> None:
     ready()
     rounds = threading.Thread(target=plugin.run, args=(stopped,), daemon=True)
     rounds.start()
-    stopped.wait()
+    while not stopped.wait(_SIGNAL_SECONDS):
+        pass
     server.stop(_GRACE).wait(2 * _GRACE)  # a call may wait for a mount that does not answer
     plugin.close()
