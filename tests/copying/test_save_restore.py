@@ -637,3 +637,44 @@ def test_a_save_with_a_name_of_255_bytes(root: Path, tmp_path: Path) -> None:
     for _ in range(2):  # also in place of the first one
         gpufs_here("save", root, tmp_path / ("s" * 255))
     assert [path.name for path in tmp_path.iterdir()] == ["s" * 255]
+
+
+def test_trees_deeper_than_functions_and_descriptors_go(root: Path, host: Path) -> None:
+    """They are saved, also over an older save, restored and deleted. What is too deep for a path is refused by name."""
+
+    def make_levels(path: Path, count: int) -> None:
+        above = os.open(path, os.O_RDONLY)
+        for _ in range(count):
+            os.mkdir("d", dir_fd=above)
+            below = os.open("d", os.O_RDONLY, dir_fd=above)
+            os.close(above)
+            above = below
+        os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=above))
+        os.close(above)
+
+    def limited(*words: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return run("prlimit", "--nofile=256:", *GPUFS, *map(str, words), check=check)
+
+    def levels(path: Path) -> int:
+        return len(run("find", path, "-type", "d", "-name", "d").stdout.splitlines())
+
+    for path in (root / "deep", root / "deeper", host / "empty"):
+        path.mkdir()
+    try:
+        make_levels(root / "deep", 1100)
+        for _ in range(2):
+            limited("save", root / "deep", host / "s")
+            assert sorted(os.listdir(host)) == ["empty", "s"]
+        limited("restore", host / "s", root / "r")
+        assert levels(root / "r") == 1100
+        limited("sync", "--delete", host / "empty", root / "r")
+        assert levels(root / "r") == 0
+        make_levels(root / "deeper", 2200)
+        refused = limited("save", root, host / "s", check=False)
+        assert refused.returncode == 1
+        assert "--exclude" in refused.stderr
+        limited("save", "--exclude", "deeper", root, host / "s")
+        assert levels(host / "s") == 1100
+        assert sorted(os.listdir(host)) == ["empty", "s"]
+    finally:
+        run("rm", "-rf", root / "deep", root / "deeper", root / "r", host / "s", host / ".s.gpufs-part")
