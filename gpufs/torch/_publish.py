@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gpufs._naming import named_in
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.safetensors import DATA_ALIGNMENT, PADDING_NAME, RECORDS_KEY, HeaderEntry, build_header
 from gpufs.formats.versions import FileLayout
 from gpufs.torch import _pool
@@ -170,7 +171,8 @@ def _layout_of(path: Path) -> FileLayout | None:
 
 def _layout_by(header: bytes, size: int) -> FileLayout:
     """Return the layout of a safetensors file with this header."""
-    return FileLayout.read("new.safetensors", size, lambda offset, count: header[offset : offset + count])
+    file = BoundedFile(size, lambda offset, count: header[offset : offset + count])
+    return FileLayout.read("new.safetensors", file)
 
 
 def _header(
