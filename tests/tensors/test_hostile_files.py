@@ -225,7 +225,8 @@ def by_reference(path: Path, kind: str) -> list[torch.Tensor]:
         with safetensors.safe_open(path, "pt") as file:
             return [file.get_tensor(name) for name in file.offset_keys()]
     if kind == "torch":
-        return tensors_in(torch.load(path, weights_only=True))
+        # Without mmap it returns whatever is in its memory for a member that another part of the archive contradicts.
+        return tensors_in(torch.load(path, weights_only=True, mmap=True))
     if kind in ("npy", "npz"):
         loaded = np.load(path)
         arrays = [loaded[name] for name in loaded.files] if kind == "npz" else [loaded]
