@@ -392,7 +392,7 @@ def test_a_library_without_the_name_is_imported(tmp_path: Path) -> None:
     """Also where gpufs itself is removed in part: a start of Python says so in one line, and goes on."""
     (tmp_path / "safetensors.py").write_text("deserialize = 1")
     start = (REPOSITORY / "gpufs" / "gpufs_in_place.pth").read_text()
-    for words in (("-c", "import safetensors; print(1)"), ("-S", "-c", f"{start}\nprint(1)")):
+    for words in (("-c", "import safetensors; print(1)"), ("-I", "-S", "-c", f"{start}\nprint(1)")):
         done = subprocess.run(
             [sys.executable, *words],
             capture_output=True,
