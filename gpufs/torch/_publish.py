@@ -244,6 +244,8 @@ def _pad(entries: dict[str, HeaderEntry], start: int, end: int) -> None:
 
 def _tensors(source: _Source, buffers: bool) -> dict[str, torch.Tensor]:
     if not isinstance(source, torch.nn.Module):
+        if not isinstance(source, Mapping) or not all(isinstance(name, str) for name in source):
+            raise TypeError("publish() takes a module, or a dict of tensors by name: {'weight': tensor}")
         return dict(source)
     tensors: dict[str, torch.Tensor] = dict(source.named_parameters(remove_duplicate=False))
     persistent = source.state_dict(keep_vars=True).keys()
