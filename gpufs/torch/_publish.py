@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gpufs._naming import named_in
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.safetensors import DATA_ALIGNMENT, PADDING_NAME, RECORDS_KEY, HeaderEntry, build_header
 from gpufs.formats.versions import FileLayout
 from gpufs.torch import _pool
@@ -170,7 +171,8 @@ def _layout_of(path: Path) -> FileLayout | None:
 
 def _layout_by(header: bytes, size: int) -> FileLayout:
     """Return the layout of a safetensors file with this header."""
-    return FileLayout.read("new.safetensors", size, lambda offset, count: header[offset : offset + count])
+    file = BoundedFile(size, lambda offset, count: header[offset : offset + count])
+    return FileLayout.read("new.safetensors", file)
 
 
 def _header(
@@ -242,6 +244,8 @@ def _pad(entries: dict[str, HeaderEntry], start: int, end: int) -> None:
 
 def _tensors(source: _Source, buffers: bool) -> dict[str, torch.Tensor]:
     if not isinstance(source, torch.nn.Module):
+        if not isinstance(source, Mapping) or not all(isinstance(name, str) for name in source):
+            raise TypeError("publish() takes a module, or a dict of tensors by name: {'weight': tensor}")
         return dict(source)
     tensors: dict[str, torch.Tensor] = dict(source.named_parameters(remove_duplicate=False))
     persistent = source.state_dict(keep_vars=True).keys()
