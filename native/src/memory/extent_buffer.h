@@ -95,6 +95,7 @@ class ExtentBuffer : public Buffer {
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label,
                                        std::optional<std::uint64_t> placement = std::nullopt) override;
   Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label) override;
+  [[nodiscard]] std::size_t leases(bool writable) const override;
   [[nodiscard]] std::uint64_t bytes_parked() const override { return parked_bytes_.load(std::memory_order_acquire); }
 
   // ---- growth ----
