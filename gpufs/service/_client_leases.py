@@ -230,6 +230,7 @@ class ClientLeases:
 
     async def _attach(self, message: Attach, client_lease: _ClientLease, scope: RequestScope) -> None:
         def prepare() -> Lease:
+            scope.end()  # this thread closes the descriptor, too
             return client_lease.scope.use(lambda: self._prepare(message, client_lease, scope.descriptors[0]))
 
         lease = await scope.in_thread(prepare)

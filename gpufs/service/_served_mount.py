@@ -235,7 +235,8 @@ class ServedMount:
         every driver: sharing it would move it to a granule of its own, for good, and a reader could do that to all
         small files of a mount.
         """
-        if buffer.info.held_bytes < buffer.engine.devices[buffer.info.device].info.granule:
+        info = buffer.info
+        if info.held_bytes + info.parked_bytes < buffer.engine.devices[info.device].info.granule:
             return True
         return self.mount.engine.driver != "host" and (mode == COPY_ON_WRITE or not self.trust_readers)
 
