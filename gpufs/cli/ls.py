@@ -27,8 +27,9 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
 
     List the given PATHs, or every device directory if none is given. HELD is what `du` counts: less than the size if
     the file has holes, more while memory is preallocated; "in host0" is asleep. A directory shows the sums of all files
-    below it. LAST USE is the later of the last read and the last write that the kernel has noted; with relatime it
-    notes about one read a day. LEASES are those that you may see (`gpufs leases`).
+    below it. LAST USE is "now" while a program has a file attached, else the later of the last read and the last write
+    that the kernel has noted; with relatime it notes about one read a day. LEASES are those that you may see (`gpufs
+    leases`).
     """
     entries = list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values()) if paths else _mounts.chosen()
     whole = {entry.device: entry for entry in _mounts.chosen()}  # where a part alone is bound, no leases are listed
@@ -106,6 +107,7 @@ def _row(
             files[inode] = each.status
             parked += _parked(each.place) if has_host_memory else 0
     used = [lease for file in files for lease in leases.get(file, ())]
+    awake = any(not lease.get("asleep") for lease in used)  # the kernel does not see what these do
     return {
         "path": path,
         "type": "file" if is_file else "directory",
@@ -114,7 +116,7 @@ def _row(
         "held_bytes": sum(map(held_bytes, files.values())),
         "parked_bytes": parked,
         "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in used],
-        "last_use": max(status.st_atime, status.st_mtime),
+        "last_use": time.time() if awake else max(status.st_atime, status.st_mtime),
         "uid": status.st_uid,
         "owner": user_name(status.st_uid),
     }
@@ -143,9 +145,10 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
             bytes_text(row["size"]),
             _held_text(row),
             str(len(row["leases"]) or "-"),
-            f"{age_text(now - row['last_use'])} ago",
+            f"{age_text(now - row['last_use'])} ago" if now >= row["last_use"] + 1 else "now",
             row["owner"],
         )
         for row in rows
     ]
-    table(("PATH", "DEVICE", "SIZE", "HELD", "LEASES", "LAST USE", "OWNER"), lines, frozenset({2, 3, 4, 5}))
+    headers = ("PATH", "DEVICE", "SIZE", "HELD", "LEASES", "LAST USE", "OWNER")
+    table(headers, lines, frozenset({2, 3, 4, 5}), optional=("OWNER", "DEVICE"))
