@@ -84,20 +84,24 @@ class Targets:
         """
         with self._parent(target) as (parent, name):
             place = f"{path_of(parent)}/{name}"
-            if not self.over(target):
+            over, run = self.over(target), f"{self.path_of(target)}/{RUN}"
+            if len(over) > sum(entry.mountpoint == run for entry in mounting.listed()):
+                # A plug-in that was killed has not completed the last one, so no container has got it.
+                syscalls.umount2(os.fsencode(place), _DETACH)
+            if not over:
                 with suppress(FileNotFoundError):
                     os.rmdir(name, dir_fd=parent)
                 os.mkdir(name, 0o750, dir_fd=parent)
-            with closed_after(os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)) as over:
-                syscalls.bind_read_only(model, over)
+            with closed_after(os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)) as end:
+                syscalls.bind_read_only(model, end)
             try:
                 with closed_after(os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)) as shown:
                     for source, below in ((os.path.join(mount.mountpoint, SOCKET), SOCKET), (sockets, RUN)):
                         with (
                             closed_after(os.open(source, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as file,
-                            closed_after(syscalls.open_beneath(shown, below.encode(), os.O_PATH)) as over,
+                            closed_after(syscalls.open_beneath(shown, below.encode(), os.O_PATH)) as end,
                         ):
-                            syscalls.bind_read_only(file, over)
+                            syscalls.bind_read_only(file, end)
             except BaseException:
                 syscalls.umount2(os.fsencode(place), _DETACH)
                 raise
