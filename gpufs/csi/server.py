@@ -280,7 +280,7 @@ class Plugin:
 
     def run(self, stopped: threading.Event) -> None:
         """Repair volumes until ``stopped``."""
-        rounds = 0
+        rounds, labels = 0, self._options.labels
         while True:
             if self._is_lost:
                 self._tries.attempt("volumes", "that are bound", self._find_volumes)
@@ -292,8 +292,8 @@ class Plugin:
             self._tries.forget_others("volume", [volume.id or volume.target for volume in known])
             if rounds % _SWEEP_ROUNDS == 0:
                 self._tries.attempt("models", "that no volume needs", self._sweep)
-            if self._options.labels is not None:
-                self._tries.attempt("labels", "of the node", self._set_labels)
+            if labels is not None:
+                self._tries.attempt("labels", "of the node", lambda: labels.set(self._models.resident()))
             rounds += 1
             if stopped.wait(_ROUND_SECONDS):
                 return
@@ -304,10 +304,6 @@ class Plugin:
         for device, name in found:
             self._tries.attempt("model", name, partial(self._models.remove_unneeded, device, name))
         self._tries.forget_others("model", [name for _, name in found])
-
-    def _set_labels(self) -> None:
-        assert self._options.labels is not None
-        self._options.labels.set(self._models.resident())
 
     def _repair_alone(self, volume: Volume) -> None:
         with self._only_call_for(volume.target, is_round=True):
@@ -400,7 +396,11 @@ def serve(options: Options, ready: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # before, there is nothing to end
         signal.signal(number, lambda *_: stopped.set())
     if options.metrics is not None:
-        start_http_server(options.metrics[1], options.metrics[0], plugin.registry)
+        address, port = options.metrics
+        try:
+            start_http_server(port, address, plugin.registry)
+        except (OSError, UnicodeError) as error:
+            raise OSError(f"--metrics {address}:{port}: {error}") from None
     pool = futures.ThreadPoolExecutor(_THREADS)
     settings = [("grpc.max_receive_message_length", _MOST_MESSAGE), ("grpc.so_reuseport", 0)]
     server = grpc.server(pool, options=settings, maximum_concurrent_rpcs=_THREADS)
