@@ -82,7 +82,8 @@ class ClientLeases:
 
     def adopt(self, kept: KeptLease, lease: Lease | None) -> None:
         """Go on with a lease of the former daemon. None for a private copy, which the client has for itself."""
-        holder = Holder(self._channel.peer, kept.mode, kept.path, kept.ino, kept.private, kept.bytes, since=kept.since)
+        wanted = kept.mode, kept.path, kept.ino, kept.private, kept.bytes, kept.placement
+        holder = Holder(self._channel.peer, *wanted, since=kept.since)
         scope = holder.scope = self._channel.new_scope()
         client_lease = _ClientLease(holder, scope, device=kept.device, read_only=kept.read_only)
         self._enter(kept.id, client_lease)
@@ -103,6 +104,7 @@ class ClientLeases:
     def _hold(self, client_lease: _ClientLease, lease: Lease) -> None:
         client_lease.lease = lease
         client_lease.holder.bytes = lease.bytes
+        client_lease.holder.placement = lease.placement
         self._watch(client_lease)
 
     def _watch(self, client_lease: _ClientLease) -> None:
@@ -247,9 +249,13 @@ class ClientLeases:
             client_lease.device = info.device
             holder.private = client_lease.read_only and served.gets_copy(buffer, message.mode)
             writable = message.mode == READ_WRITE
-            # Readers move a file once: each move makes all other users wait.
-            may_move = holder.private or not client_lease.read_only or info.placement == 0
-            placement = message.placement if may_move else None
+            placement = message.placement
+            if not holder.private:
+                asleep = [each.placement for each, _ in served.holders.leases_on(ino) if each.asleep]
+                if asleep:
+                    placement = asleep[0]  # where they have to wake
+                elif client_lease.read_only and info.placement != 0:
+                    placement = None  # readers move a file once: each move makes all other users wait
             lease = served.lease(buffer, holder, writable=writable, placement=placement)
             self._hold(client_lease, lease)
         if writable:
@@ -272,6 +278,7 @@ class ClientLeases:
                 holder.bytes,
                 holder.since,
                 holder.asleep,
+                holder.placement,
             )
         )
 
@@ -342,10 +349,15 @@ class ClientLeases:
         holder, mount = client_lease.holder, self._served.mount
         writable = holder.mode == READ_WRITE
         lease = self._served.lease_again(holder, writable=writable)
-        if (left := lease.bytes) < holder.bytes:
+        left, place = lease.bytes, lease.placement
+        if left < holder.bytes:
             lease.close()
             text = f"the file has {left} bytes now, and had {holder.bytes} when its attachment went to sleep"
             raise OSError(errno.ESTALE, text)
+        if holder.placement not in (None, place):
+            lease.close()
+            text = f"its first byte lies at {place} of its memory now, and lay at {holder.placement}"
+            raise OSError(errno.EBUSY, f"{text}: wake it again when nobody else uses it")
         client_lease.lease = lease
         if writable:
             mount.inode_written(holder.ino)  # before the reference ends, which may be the last one

@@ -37,6 +37,7 @@ class Holder:
     ino: int = 0
     private: bool = False
     bytes: int = 0
+    placement: int | None = None  # where in the memory its program has the first byte
     charged: tuple[int, int] = (0, 0)  # the device of a private copy, and the bytes that it takes there
     since: float = field(default_factory=time.time)
     scope: RequestScope | None = None  # of a lease, which ends with it
@@ -199,8 +200,9 @@ class ServedMount:
 
     def lease_again(self, holder: Holder, *, writable: bool) -> Lease:
         """Open the lease of a holder again, whose file may be parked. OSError ENOSPC as bring_back()."""
+        wanted, label = holder.placement, str(holder.peer)
         try:
-            return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=str(holder.peer))
+            return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=label, placement=wanted)
         except OSError as error:
             if error.errno != ENOSPC:
                 raise

@@ -127,7 +127,8 @@ Result<std::shared_ptr<Buffer::Lease>> Buffer::lease(bool /*writable*/, bool /*e
   return Status(EPERM, "the memory of a registered file belongs to another program, which alone can pass it on");
 }
 
-Result<std::shared_ptr<Buffer::Lease>> Buffer::lease_again(bool writable, std::uint64_t /*bytes*/, std::string label) {
+Result<std::shared_ptr<Buffer::Lease>> Buffer::lease_again(bool writable, std::uint64_t /*bytes*/, std::string label,
+                                                           std::optional<std::uint64_t> /*placement*/) {
   return lease(writable, true, std::move(label));
 }
 

@@ -106,8 +106,10 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // or a load uses the memory, and where the device is full: Lease::placement() has the outcome.
   virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label,
                                                std::optional<std::uint64_t> placement = std::nullopt);
-  // A lease of the last process, on the first `bytes` alone: the buffer may have grown since, by holes perhaps.
-  virtual Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label);
+  // A lease that a program had before, on the first `bytes` alone: the buffer may have grown since, by holes perhaps.
+  // placement: as of lease(), but ENOSPC if the device is too full to move the contents.
+  virtual Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label,
+                                                     std::optional<std::uint64_t> placement);
 
   // Of the host tier: what parked contents take there.
   [[nodiscard]] virtual std::uint64_t bytes_parked() const { return 0; }

@@ -91,11 +91,11 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
   std::shared_ptr<AddressRange> range_;  // keeps the address valid when the buffer moves to a larger range
 };
 
-Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease_again(bool writable, std::uint64_t bytes,
-                                                                 std::string label) {
+Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease_again(bool writable, std::uint64_t bytes, std::string label,
+                                                                 std::optional<std::uint64_t> placement) {
   auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable, true,
-                                             std::move(label), std::nullopt);
-  TRY(lease->fix(bytes, std::nullopt));
+                                             std::move(label), placement);
+  TRY(lease->fix(bytes, placement));
   return std::shared_ptr<Lease>(std::move(lease));
 }
 
