@@ -354,8 +354,7 @@ class Mount(Handle):
     def lease_again(self, ino: int, size: int, *, writable: bool, label: str, placement: int | None = None) -> Lease:
         """Open a lease that its holder had before on the first ``size`` bytes of a file. ``label``: as of Lease.
 
-        ``placement``: as of Lease, but ENOSPC if the device is too full to move the contents there. EngineError ENOENT
-        without such a file.
+        ``placement``: as of Lease. EngineError ENOENT without such a file.
         """
         place = -1 if placement is None else placement
         wanted = ino, lib.GPUFS_LEASE_WRITE if writable else 0, size, label.encode(), place

@@ -357,7 +357,7 @@ class ClientLeases:
         if holder.placement not in (None, place):
             lease.close()
             text = f"its first byte lies at {place} of its memory now, and lay at {holder.placement}"
-            raise OSError(errno.EBUSY, f"{text}: wake it again when nobody else uses it")
+            raise OSError(errno.EBUSY, f"{text}: others use it, or the device is full; wake it again later")
         client_lease.lease = lease
         if writable:
             mount.inode_written(holder.ino)  # before the reference ends, which may be the last one

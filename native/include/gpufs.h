@@ -202,7 +202,7 @@ typedef struct {
 gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, int64_t placement,
                               gpufs_handle* lease);
 /* Opens a lease on a file of a mount that its holder had before: on its first `bytes` alone, although it may have grown
- * since, by holes perhaps. placement: as above, but ENOSPC if the device is too full to move the contents. */
+ * since, by holes perhaps. placement: as above. */
 gpufs_status gpufs_lease_open_again(gpufs_handle mount, uint64_t ino, uint32_t flags, uint64_t bytes, const char* label,
                                     int64_t placement, gpufs_handle* lease);
 gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info);

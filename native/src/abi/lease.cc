@@ -130,8 +130,8 @@ gpufs_status gpufs_lease_open_again(gpufs_handle mount, uint64_t ino, uint32_t f
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE}) != 0) return Status(EINVAL, "unknown flags");
     const std::shared_ptr<fuse::Inode> inode = found.table().find(ino);
     if (!inode || !inode->buffer()) return Status(ENOENT, "no file with the inode " + std::to_string(ino));
-    return open_handle(inode->buffer()->lease_again((flags & GPUFS_LEASE_WRITE) != 0, bytes,
-                                                    label == nullptr ? "" : label, TRY(placement_of(placement))),
+    return open_handle(inode->buffer()->lease((flags & GPUFS_LEASE_WRITE) != 0, /*exports=*/true,
+                                              label == nullptr ? "" : label, TRY(placement_of(placement)), bytes),
                        mount, lease);
   });
 }
