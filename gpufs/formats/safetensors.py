@@ -211,10 +211,16 @@ def _tensor_bytes(name: str, entry: HeaderEntry) -> int:
 def build_header(entries: Iterable[tuple[str, HeaderEntry]], metadata: Mapping[str, str], *, size: int = 0) -> bytes:
     """Return the first bytes of a file: length and header, padded so that the tensors' bytes begin aligned.
 
-    size: how many bytes these are, if that is given. ValueError if the header is longer.
+    size: how many bytes these are, if that is given. ValueError if the header is longer; TypeError or ValueError for
+    what no reader would accept.
     """
+    for key, value in metadata.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise TypeError(f"metadata: {key!r}: {value!r} are not two texts, as safetensors needs them")
     fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     for name, entry in entries:
+        if name == _METADATA:
+            raise ValueError(f"safetensors files cannot have a tensor called {_METADATA}")
         fields[name] = dict(zip(_FIELDS, (entry.dtype, entry.shape, (entry.start, entry.end)), strict=True))
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     if size and LENGTH_BYTES + len(text) > size:
