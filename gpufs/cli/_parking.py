@@ -5,10 +5,14 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from errno import EINVAL
+from typing import Final
 
-from gpufs import mounting
-from gpufs.cli._files import files_of, parked_bytes
+from gpufs import mounting, safe_path
+from gpufs.cli._files import Found, files_of, parked_bytes
 from gpufs.cli._output import Failure, bytes_text, complain
+from gpufs.syscalls import closed_after, path_of
+
+_NAMED: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def each_file(paths: Sequence[str], action: Callable[[str, os.stat_result, int | None], int | str], done: str) -> None:
@@ -20,13 +24,14 @@ def each_file(paths: Sequence[str], action: Callable[[str, os.stat_result, int |
     count = size = failed = 0
     unchanged: Counter[str] = Counter()
     for path in paths:
-        for file, status in _files(path):
+        for found in _files(path):
             try:
-                if not stat.S_ISREG(status.st_mode):
-                    raise OSError(EINVAL, "is not a regular file")
-                result = action(file, status, parked_bytes(file))
+                with closed_after(os.open(found.name, _NAMED, dir_fd=found.directory)) as fd:
+                    if not stat.S_ISREG(os.fstat(fd).st_mode):
+                        raise OSError(EINVAL, "is not a regular file")
+                    result = action(path_of(fd), found.status, parked_bytes(path_of(fd)))
             except OSError as error:
-                complain(f"{file}: {error.strerror}")
+                complain(f"{found.path}: {error.strerror}")
                 failed += 1
             else:
                 if isinstance(result, str):
@@ -41,16 +46,18 @@ def each_file(paths: Sequence[str], action: Callable[[str, os.stat_result, int |
         raise Failure(f"{failed} of {count + failed + unchanged.total()} files stay as they are")
 
 
-def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:
+def _files(path: str) -> Iterator[Found]:
     try:
-        status = os.stat(path)
+        with safe_path.located(path) as place:
+            status = os.stat(place.name, dir_fd=place.directory, follow_symlinks=False)
+            if status.st_dev not in mounting.by_device():
+                raise Failure(f"{path}: is not on a gpufs mount (gpufs status lists those)")
+            if not stat.S_ISDIR(status.st_mode):
+                yield Found(path, status, place.directory, place.name)
+                return
+            real = place.path
     except OSError as error:
         raise Failure(f"{path}: {error.strerror}") from None
-    if status.st_dev not in mounting.by_device():
-        raise Failure(f"{path}: is not on a gpufs mount (gpufs status lists those)")
-    if not stat.S_ISDIR(status.st_mode):
-        yield path, status
-        return
-    for file, found in files_of(os.path.realpath(path), recursive=True):
-        if found.st_blocks:
-            yield file, found
+    for found in files_of(real, recursive=True):
+        if found.status.st_blocks:
+            yield found

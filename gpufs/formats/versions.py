@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
 from gpufs.formats import FormatError
+from gpufs.formats.budget import BoundedFile, Budget
 from gpufs.formats.layout import Layout
 from gpufs.formats.safetensors import PADDING_NAME, RECORDS_KEY, parse_json
-from gpufs.formats.table import Read, read_layout
+from gpufs.formats.table import NotInPlace, read_layout
 
 _REMEDY: Final = "Give the new version another name, and load that"
 
@@ -26,15 +26,18 @@ class FileLayout:
     layout: Layout | None
 
     @classmethod
-    def read(cls, name: str, size: int, read: Read) -> Self:
+    def read(cls, name: str, file: BoundedFile) -> Self:
         """Read the layout of a file, as :func:`read_layout` does. FormatError if its header is damaged."""
-        return cls(size, read_layout(name, size, read))
+        try:
+            return cls(file.size, read_layout(name, file))
+        except NotInPlace:
+            return cls(file.size, None)
 
     @classmethod
     def of_file(cls, fd: int, name: str, called: str | None = None) -> Self:
         """Read the layout of an open file. ``name``: its ending may decide the format; ``called``: in an error."""
         try:
-            return cls.read(name, os.fstat(fd).st_size, lambda offset, count: os.pread(fd, count, offset))
+            return cls.read(name, BoundedFile.of(fd))
         except FormatError as error:
             raise FormatError(f"{called or name}: {error}") from None
 
@@ -91,7 +94,7 @@ class FileLayout:
                 kind = f"{place.dtype} {_shown(place.shape)}{' in Fortran order' if place.fortran_order else ''}"
                 described[place.name] = kind, f"at byte {place.offset - self.first_tensor} of the tensors"
         try:
-            records = parse_json((self.layout.metadata or {}).get(RECORDS_KEY, "{}"))
+            records = parse_json((self.layout.metadata or {}).get(RECORDS_KEY, "{}").encode(), Budget())
             for name, record in records.items():
                 # Attributes, and whether it is a parameter, are the program's: those of each version may be others.
                 if (owner := record.get("same_as") or record.get("entry")) is not None:

@@ -14,7 +14,7 @@ from gpufs import protocol, threads
 from gpufs._version import __version__
 from gpufs.protocol import ClientMessage, ProtocolError, Request
 from gpufs.service import _checks
-from gpufs.service._channel import ClientChannel, ClientProcess
+from gpufs.service._channel import ClientChannel, ClientProcess, path_behind
 from gpufs.service._client_copies import ClientCopies
 from gpufs.service._client_leases import ClientLeases
 from gpufs.service._client_registrations import ClientRegistrations
@@ -230,4 +230,4 @@ class ClientConnection:
     async def _set_quota(self, message: protocol.SetQuota, descriptors: Sequence[Descriptor]) -> None:
         ino = _checks.check_limitable(descriptors, self._channel.peer.uid, self._served.st_dev)
         self._served.set_limit(ino, message.uid, message.limit)
-        self._channel.log(logging.INFO, "%s", message)
+        self._channel.log(logging.INFO, "%s of %s", message, path_behind(descriptors[0].fd))

@@ -13,6 +13,7 @@ import torch
 from gpufs._naming import named_in
 from gpufs.client._attach import Attachment
 from gpufs.client._follow import Follower
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.versions import FileLayout
 from gpufs.torch._file import SafetensorsFile
 from gpufs.torch._memory import FileMemory, file_of
@@ -121,7 +122,7 @@ class _FollowedTensors:
         self._keep = keep
         self._kept: set[str] = set()  # the tensors that stay, at the last check
         self._names: set[str] = set()  # of the tensors in the file
-        layout = FileLayout.read(memory.counts.path, memory.size, memory.read).layout
+        layout = FileLayout.read(memory.counts.path, BoundedFile(memory.size, memory.read)).layout
         self._file = SafetensorsFile(memory) if layout is not None and layout.format == "safetensors" else None
         if self._file is not None and isinstance(tensors, (torch.nn.Module, Mapping)):
             self._names = set(self._file.names())

@@ -32,7 +32,7 @@ struct InodeRecord {
   std::uint32_t birth_nanoseconds = 0;
   std::uint32_t writers_ever = 0;  // how often it was opened for writing
   std::uint32_t created_open = 0;  // 1: by O_CREAT | O_EXCL, which was the first time
-  std::uint32_t reserved = 0;
+  std::uint32_t changes = 0;       // how often its contents were changed
 };
 
 struct NameRecord {

@@ -109,6 +109,9 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
                                                std::optional<std::uint64_t> placement = std::nullopt,
                                                std::uint64_t most = kMaximumBytes);
 
+  // How many leases there are on its memory, or of these for writing.
+  [[nodiscard]] virtual std::size_t leases(bool /*writable*/) const { return 0; }
+
   // Of the host tier: what parked contents take there.
   [[nodiscard]] virtual std::uint64_t bytes_parked() const { return 0; }
 
