@@ -375,15 +375,31 @@ def test_names_that_leave_no_space_for_that_of_an_incomplete_file(root: Path, we
     assert left(root) == sorted([name, f"{name[:-1]}m"])
 
 
-def test_content_without_a_version_is_loaded_again(root: Path, web: WebServer) -> None:
-    """Nothing shows whether it has changed."""
-    web.etags = False
-    with start_held(web, root, "--partial") as child:
-        child.kill()
-    web.released.set()
-    web.requests.clear()
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"ETag": 'W/"1"'}, {"Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT"}],
+    ids=["nothing", "weak", "second"],
+)
+def test_content_that_may_change_under_one_version(root: Path, web: WebServer, headers: dict[str, str]) -> None:
+    """No copy has bytes of two versions: neither one that goes on, nor one during which the file changes."""
+    old, new = FOUR_PARTS, noise(4 * PART + 1)[1:]
+    web.headers = headers
+    web.files["/file"] = old
+    web.faults["/file"] = ["", "", *["gone"] * 8]
+    gpufs_here("cp", "--partial", f"{web.url}/file", root, check=False)
+    web.files["/file"] = new
+    web.faults.clear()
     gpufs_here("cp", "--partial", f"{web.url}/file", root)
-    assert is_partition(web.requested("/file"), 4 * PART)
+    assert_same((root / "file").read_bytes(), new)
+    web.held = 2 * PART
+    web.requests.clear()
+    with ThreadPoolExecutor(1) as pool:
+        copy = pool.submit(package.copy, f"{web.url}/file", root / "second")
+        wait_until(lambda: copy.done() or len(web.requests) == 4, PATIENCE, "the copy")
+        web.files["/file"] = old
+        web.released.set()
+        copy.result(PATIENCE)
+    assert (root / "second").read_bytes() in (old, new)
 
 
 def test_a_signal_leaves_nothing(root: Path, web: WebServer) -> None:
