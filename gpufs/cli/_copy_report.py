@@ -24,6 +24,7 @@ from gpufs.units import bytes_text, rate_text
 
 # Of what --json lists. What is not listed any more is counted.
 _MOST_LISTED: Final = 256 << 20
+_ONE_SIGNAL_SECONDS: Final = 0.5  # a terminal or a service manager may send one to several processes
 _MOST_MEMORY: Final = 4 << 30  # of a command that servers or other machines fill
 
 
@@ -102,6 +103,7 @@ class CopyReport:
         self._began = time.monotonic()
         self._seconds = 0.0
         self.signal: int | None = None
+        self._signalled = 0.0
         self.has_limit = False  # others decide how much memory it takes
         self.output_error: OSError | None = None  # of standard output
 
@@ -140,9 +142,11 @@ class CopyReport:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:  # the second signal ends the process at once
+            if time.monotonic() - self._signalled < _ONE_SIGNAL_SECONDS:
+                return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.signal = number
+        self.signal, self._signalled = number, time.monotonic()
         self.cancel.cancel()
         if self._streaming:
             raise os_error(errno.ECANCELED)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -16,6 +17,7 @@ from gpufs.copying.entries import make_durable
 from gpufs.new_file import has_name, part_name
 
 _RENAME_EXCHANGE: Final = 2
+_LOCK_SECONDS: Final = 2.0  # for a process that has just been killed to end
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -67,12 +69,11 @@ class NewDirectory:
         try:
             if os.fstat(fd).st_uid != os.geteuid():
                 raise OSError(errno.EEXIST, f"{self._part} beside it belongs to another user: remove it")
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OSError(errno.EBUSY, "another save to this name is in progress") from None
-            except OSError:
-                pass  # not all file systems have locks
+            deadline = time.monotonic() + _LOCK_SECONDS
+            while not _is_locked(fd):
+                if time.monotonic() > deadline:
+                    raise OSError(errno.EBUSY, "another save to this name is in progress")
+                time.sleep(0.02)
             if not has_name(fd, self._part, self._above):
                 raise OSError(errno.EBUSY, "another save to this name has just ended")
             os.fchmod(fd, 0o700)
@@ -132,6 +133,17 @@ class NewDirectory:
         if self._above >= 0:
             os.close(self._above)
             self._above = -1
+
+
+def _is_locked(fd: int) -> bool:
+    """Return whether nobody else has a directory, which is then locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # not all file systems have locks
+    return True
 
 
 def _remove_all_below(directory: int) -> None:
