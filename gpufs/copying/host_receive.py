@@ -81,7 +81,7 @@ class Receiver:
                         self._prepare(message)
                     case messages.Offer():
                         self._measure(message)
-                    case memoryview():
+                    case memoryview() if self._offered:
                         pass  # measures the pipe
                     case messages.Measure():
                         self.channel.send(messages.Measured())

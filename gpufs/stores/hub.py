@@ -86,7 +86,7 @@ def list_files(url: Url) -> list[StoreFile]:
 
     try:
         model = msgspec.json.decode(retried(ask), type=_Repository)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise wrong_answer(error, url, constants.ENDPOINT) from None
     cache = _cache_folder(url)
     files = []

@@ -438,9 +438,10 @@ main()
 
 
 @contextmanager
-def silent_server(answers: int) -> Iterator[tuple[str, Callable[[], None]]]:
+def silent_server(answers: int, body: bytes = b"") -> Iterator[tuple[str, Callable[[], None]]]:
     """A server that answers so many requests, and is silent then: its URL, and what waits for the silence."""
-    head = f'HTTP/1.1 200 OK\r\nContent-Length: {PART}\r\nAccept-Ranges: bytes\r\nETag: "1"\r\n\r\n'.encode()
+    length = len(body) or PART
+    head = f'HTTP/1.1 200 OK\r\nContent-Length: {length}\r\nAccept-Ranges: bytes\r\nETag: "1"\r\n\r\n'.encode()
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as opened:
 
         def serve() -> None:
@@ -449,7 +450,7 @@ def silent_server(answers: int) -> Iterator[tuple[str, Callable[[], None]]]:
                 opened.enter_context(connection)
                 connection.recv(1 << 16)
                 if number < answers:
-                    connection.sendall(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+                    connection.sendall(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + body)
                     connection.shutdown(socket.SHUT_WR)
 
         thread = threading.Thread(target=serve, daemon=True)
@@ -464,6 +465,7 @@ def silent_server(answers: int) -> Iterator[tuple[str, Callable[[], None]]]:
         ("copy", 1),
         ("copy_files", 0),
         ("cp up", 0),
+        ("cp list", 1),
         *(
             pytest.param(how, answers, marks=pytest.mark.slow)
             for how, answers in [("cp", 1), ("copy", 0), ("copy_files", 1), ("copy up", 0)]
@@ -474,8 +476,9 @@ def test_a_signal_ends_a_copy_whose_server_is_silent(root: Path, how: str, answe
     """Neither the copy nor the end of the program waits for the server, which answers at first, or never."""
     if "up" in how:
         (root / "up").write_bytes(noise(3))
-    with silent_server(answers) as (url, wait_for_silence):
-        names = (f"{root}/up", "s3://bucket/key") if "up" in how else (f"{url}/file", str(root))
+    with silent_server(answers, page("d/empty", Size=0) * ("list" in how)) as (url, wait_for_silence):
+        names: tuple[str, ...] = (f"{root}/up", "s3://bucket/key") if "up" in how else (f"{url}/file", str(root))
+        names = ("-r", "s3://bucket/d/", str(root)) if "list" in how else names
         sources = repr([names[0]] if how == "copy_files" else names[0])
         program = f"import gpufs; gpufs.{how.split()[0]}({sources}, {names[1]!r})"
         command = [*GPUFS, "cp", *names] if how.startswith("cp") else [sys.executable, "-c", program]
@@ -695,6 +698,44 @@ def test_refusals_of_stores(
     if url == "s3://bucket/file":
         (root / "file").write_bytes(b"content")
         assert text in refused_here(root / "file", url)
+
+
+def page(*keys: str, token: str = "", **fields: object) -> bytes:
+    """A page of a listing of S3. ``fields``: of each object."""
+    what = {"LastModified": "2025-01-01T00:00:00.000Z", "ETag": '"1"', "Size": 5, **fields}
+    each = "".join(f"<{name}>{value}</{name}>" for name, value in what.items())
+    listed = "".join(f"<Contents><Key>{key}</Key>{each}</Contents>" for key in keys)
+    goes_on = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{token}</NextContinuationToken>"
+    return f"<ListBucketResult>{goes_on if token else ''}{listed}</ListBucketResult>".encode()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        page(*(f"d/{number}" for number in range(100)), token="again"),
+        page("d/a", Size=1 << 63),
+        page("d/a", Size=1 << 64),
+        page("d/a", Size=-1),
+        page("d/a", ETag="a&#10;b"),
+        page("d/a", ETag="e" * 5000),
+        page("d/a", LastModified="today"),
+        page("d/" + "n" * 5000),
+        page("d/a/../../../x"),
+        page("d//etc/x"),
+        page("d/a&#1;"),
+        page("d/a")[:-30],
+        b"\xff<",
+        b"",
+    ],
+    ids=lambda answer: answer[-60:].decode(errors="replace"),
+)
+def test_a_store_that_lies(root: Path, web: WebServer, as_s3: None, answer: bytes) -> None:
+    """It ends the copy, with one line, in which no type of Python is named."""
+    web.answer = (200, answer)
+    text = refused_here("-r", "s3://bucket/d/", root / "new")
+    assert text.startswith("gpufs cp: s3://bucket/")
+    assert "Error" not in text
+    assert left(root) == []
 
 
 def test_a_server_that_does_not_exist(root: Path) -> None:

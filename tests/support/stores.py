@@ -50,6 +50,8 @@ class Model:
     wrong: tuple[str, ...] = ()
     token: str | None = None
     revision: str = "main"
+    lie: Callable[[Any], object] = lambda answer: None  # changes what the Hub says about it
+    answer: bytes | None = None  # in place of that
 
 
 @dataclass
@@ -259,7 +261,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 entry["lfs"] = {"size": len(data), "sha256": hashlib.sha256(shown).hexdigest(), "pointerSize": 134}
             siblings.append(entry)
         answer = {"id": name, "modelId": name, "sha": _COMMIT, "siblings": siblings, "tags": [], "private": False}
-        self._send(200, json.dumps(answer).encode(), Content_Type="application/json")
+        model.lie(answer)
+        self._send(200, model.answer or json.dumps(answer).encode(), Content_Type="application/json")
 
     def _allowed(self, model: Model) -> bool:
         given = self.headers.get("Authorization")
