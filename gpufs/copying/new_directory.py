@@ -5,16 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
-import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from gpufs import syscalls
+from gpufs import safe_path, syscalls
 from gpufs.copying.entries import make_durable
 from gpufs.new_file import has_name, part_name
+from gpufs.trees import remove_below, remove_tree
 
 _RENAME_EXCHANGE: Final = 2
 _LOCK_SECONDS: Final = 2.0  # for a process that has just been killed to end
@@ -35,7 +34,7 @@ class NewDirectory:
         self._part = part_name(self._name)
         self.fd = self._above = -1  # the first: open for reading
         try:
-            self._above = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._above = safe_path.open_path(above, os.O_PATH | os.O_DIRECTORY)
             self._old = self._find_old(may_replace)
             self.fd = self._open()
             if self._old is not None:
@@ -77,7 +76,7 @@ class NewDirectory:
             if not has_name(fd, self._part, self._above):
                 raise OSError(errno.EBUSY, "another save to this name has just ended")
             os.fchmod(fd, 0o700)
-            _remove_all_below(fd)
+            remove_below(fd)
         except BaseException:
             os.close(fd)
             raise
@@ -121,7 +120,7 @@ class NewDirectory:
 
     def _remove_part(self) -> None:
         with suppress(OSError):  # the next save removes it
-            shutil.rmtree(self._part, dir_fd=self._above)
+            remove_tree(self._above, self._part)
 
     def close(self) -> None:
         """Close it, and remove it if it is not complete. A second call does nothing."""
@@ -144,11 +143,3 @@ def _is_locked(fd: int) -> bool:
     except OSError:
         pass  # not all file systems have locks
     return True
-
-
-def _remove_all_below(directory: int) -> None:
-    for name in os.listdir(directory):
-        if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-            shutil.rmtree(name, dir_fd=directory)
-        else:
-            os.unlink(name, dir_fd=directory)

@@ -143,7 +143,7 @@ def _reason(text: str) -> str:
     return f"the store does not answer as expected: {line[:300]}"
 
 
-def wrong_answer(error: Exception, url: Url, server: str = "the store") -> StoreError:
+def wrong_answer(error: BaseException, url: Url, server: str = "the store") -> StoreError:
     """Return the error for an answer that is not as it must be; ``error`` names the field."""
     return StoreError(errno.EPROTO, f"{server} does not answer as expected: {error}", url.shown)
 
