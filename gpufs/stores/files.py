@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.stores.checksums import Checksum, of_etag
@@ -27,7 +27,6 @@ _MODIFIED: Final = "mtime"
 _MOST_PARTS: Final = 10_000  # of S3
 # A connection from which nothing comes for so long is ended, and the range is requested again.
 _SILENT: Final = timedelta(seconds=30)
-_environment: Final = threading.Lock()
 # The limit of one request. It only ends what trickles for ever.
 _LONGEST: Final = timedelta(hours=1)
 
@@ -106,6 +105,11 @@ def open_store(url: Url, *, retries: int = 0, headers: dict[str, str] | None = N
 
     ``retries``: how often it repeats a request that fails. ``headers``: sent with each request.
     """
+    bundle = os.environ.get("AWS_CA_BUNDLE") if url.scheme == "s3" else None  # as AWS's programs do
+    try:
+        certificates = Path(bundle).read_bytes() if bundle else b""
+    except OSError as error:
+        raise StoreError(error.errno or errno.EIO, f"AWS_CA_BUNDLE is {bundle}: {error.strerror}", url.shown) from None
     with translated(url):
         from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
@@ -118,32 +122,14 @@ def open_store(url: Url, *, retries: int = 0, headers: dict[str, str] | None = N
             client["default_headers"] = sent
         retry: Any = {"max_retries": retries}
         if url.scheme == "s3":
-            with _certificates():
-                return S3Store(url.place, client_options=client, retry_config=retry)
+            if certificates:
+                client["root_certificate"] = certificates
+            return S3Store(url.place, client_options=client, retry_config=retry)
         if url.scheme == "gs":
             return GCSStore(url.place, client_options=client, retry_config=retry)
         if url.scheme == "az":
             return AzureStore(url.place, client_options=client, retry_config=retry)
         return HTTPStore.from_url(url.without_user, client_options=client, retry_config=retry)
-
-
-@contextmanager
-def _certificates() -> Iterator[None]:
-    """Use the certificates that AWS_CA_BUNDLE names, as AWS's programs do: they are read when a store is opened."""
-    bundle = os.environ.get("AWS_CA_BUNDLE")
-    if not bundle:
-        yield
-        return
-    with _environment:
-        before = os.environ.get("SSL_CERT_FILE")
-        os.environ["SSL_CERT_FILE"] = bundle
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["SSL_CERT_FILE"]
-            else:
-                os.environ["SSL_CERT_FILE"] = before
 
 
 def upload(fd: int, size: int, modified: str, url: Url, read: Callable[[int], None]) -> Checksum | None:

@@ -247,6 +247,8 @@ def test_a_certificate_of_ones_own(root: Path, tmp_path: Path) -> None:
         web.head_length, web.ranges = None, True
         environment = {**os.environ, **credentials(web.url), "AWS_CA_BUNDLE": str(tmp_path / "ca.pem")}
         gpufs("cp", "s3://bucket/key", root, env=environment)
+        environment["AWS_CA_BUNDLE"] = str(tmp_path / "missing.pem")
+        assert "missing.pem" in refused("s3://bucket/key", root / "other", env=environment)
     assert left(root) == ["file", "key", "plain"]
 
 
