@@ -91,7 +91,7 @@ class CopyReport:
         self._totals = Totals()
         self.planned = self._totals.add
         self._current = ""  # for the progress line
-        self._lock = threading.Lock()  # guards the next
+        self._lock = threading.Lock()  # guards the next, and lines
         self._skipped = 0
         self.failures = self._notices = 0
         self._bytes = 0
@@ -279,7 +279,8 @@ class CopyReport:
             if self._bar is not None:
                 self._bar.print(printable(line), stream)
             else:
-                print(printable(line), file=stream, flush=True)
+                with self._lock:  # print() writes the end of a line alone
+                    print(printable(line), file=stream, flush=True)
         except OSError as error:
             if stream is sys.stdout:
                 self.output_error = error  # reported after the copies

@@ -43,7 +43,9 @@ class CpOptions(TreeOptions):
     @property
     def of_each_copy(self) -> CopyOptions:
         """The options that concern single files."""
-        return CopyOptions(self.fastpath, self.fsync, self.verify, self.preserve, self.partial)
+        return CopyOptions(
+            *(self.fastpath, self.fsync, self.verify, self.preserve, self.partial, self.update, self.replace)
+        )
 
 
 def run(names: list[str], directories: list[str], options: CpOptions) -> int:

@@ -20,9 +20,11 @@ from gpufs.copying.deletion import delete_others
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.host_reports import Sink
+from gpufs.copying.identity import Identity
 from gpufs.copying.job import CopyContext
-from gpufs.copying.tree import CopiedDirectory, exists, file_is_current, make_special
-from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, TreeOptions, error_class
+from gpufs.copying.patterns import Selection
+from gpufs.copying.tree import CopiedDirectory, exists, find_copy, make_special, pass_on
+from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages
 from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded, HostChannel, HostProtocolError
@@ -204,7 +206,8 @@ class Receiver:
             if entry is not None and not self._folders:
                 self._check_mount(entry, message.on_mount)
             if entry is not None:
-                folder = CopiedDirectory(entry, message.attributes, keeps=self.request.preserve)
+                replace = self.request.update and not entry.is_given
+                folder = CopiedDirectory(entry, message.attributes, keeps=self.request.preserve, replace=replace)
         except OSError as error:
             assert entry is not None
             self._fail(os.fsdecode(message.path), entry.path, error)
@@ -234,7 +237,10 @@ class Receiver:
             return
         try:
             entry.check_file()
-            make_special(entry, message.attributes, message.target, keeps=self.request.preserve)
+            self._make_way(entry)
+            make_special(
+                entry, message.attributes, message.target, keeps=self.request.preserve, update=self.request.update
+            )
         except OSError as error:
             self._fail(os.fsdecode(message.path), entry.path, error)
 
@@ -256,9 +262,15 @@ class Receiver:
             self.sink.noticed(text)
             self.channel.send(messages.Notice(text))
             return
-        include, exclude = self.request.patterns
-        options = TreeOptions(include=include, exclude=exclude)
-        delete_others(self.bases[0], self._names, options, self.cancel, self)
+        delete_others(self.bases[0], self._names, Selection(*self.request.patterns), self.cancel, self)
+
+    def _make_way(self, entry: Entry) -> None:
+        """Remove a directory that has the name of a file, with --delete. It comes before the other removals."""
+        if self.request.delete and self._path and entry._replace(follow=False).is_directory():
+            below = "/".join([*self._path[1:], os.path.basename(entry.name)])
+            delete_others(
+                self.bases[0], {"": "directory"}, Selection(*self.request.patterns), self.cancel, self, below=below
+            )
 
     def deleted(self, path: str) -> None:
         """Report what has been removed."""
@@ -273,11 +285,23 @@ class Receiver:
         return self.request.no_clobber and exists(entry, follow=False)
 
     def _is_current(self, entry: Entry, file: messages.File) -> bool:
+        """Return whether the copy exists already. It then has the attributes that it should have."""
         if not self.request.update:
             return False
-        if not file.checksum:
-            return file_is_current(entry, file.size, file.attributes.st_mtime_ns)
-        return file_is_current(entry, file.size, 0) and has_checksum(entry, file.checksum, self.cancel)
+        try:
+            if file.checksum:
+                copy = entry.status()
+                if copy.st_size != file.size or not has_checksum(entry, file.checksum, self.cancel):
+                    return False
+            elif (found := find_copy(entry, Identity(file.size, file.attributes.st_mtime_ns), self.context)) is None:
+                return False
+            else:
+                copy = found
+            if self.request.preserve:
+                pass_on(entry, copy, file.attributes)
+        except OSError:
+            return False  # creating it will show what is wrong
+        return True
 
     # ---- files ----
 
@@ -410,12 +434,12 @@ class Receiver:
             raise OSError(errno.EEXIST, "another source of this command is copied there")
         self._check_mount(entry, file.on_mount)
         mode = file.attributes.permissions & (0o700 if self.request.preserve else 0o777)
+        self._make_way(entry)
         entry.check_replaceable()
         assert entry.directory is not None
         new = NewFile.create(entry.directory, mode)
         try:
-            if not self.request.preserve:
-                new.keep_attributes_of(entry.name)
+            new.keep_attributes_of(entry.name)
             self.context.check_space(new.fd, file.data, self.cancel)
             if file.data and file.data >= file.size:
                 os.posix_fallocate(new.fd, 0, file.size)  # the memory is certain before the first byte arrives
@@ -429,6 +453,8 @@ class Receiver:
         os.ftruncate(new.fd, size)
         if self.request.preserve:
             entries.preserve(new.fd, file.attributes)
+        elif self.request.update:
+            entries.set_times(new.fd, file.attributes)
         durable = self.request.fsync and os.fstat(new.fd).st_dev not in self._mounts
         if durable:
             os.fsync(new.fd)
@@ -439,4 +465,5 @@ class Receiver:
                 raise OSError(errno.EIO, f"the copy differs: SHA-256 {checksum} was copied, {back} was read back")
         new.complete(entry.name)
         if durable:
-            entries.make_durable(new.fd, entry.directory, synced=True)
+            assert entry.directory is not None
+            entries.sync_directory(entry.directory)

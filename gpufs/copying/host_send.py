@@ -15,8 +15,10 @@ from gpufs.copying.checksums import RunningChecksum, sha256_of
 from gpufs.copying.entries import Entry, OpenFile, data_bytes
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.host_reports import Sink
+from gpufs.copying.identity import settle
 from gpufs.copying.job import CopyContext
-from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
+from gpufs.copying.patterns import Selection
+from gpufs.copying.walk import Fail, Step, Steps, walk_files
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages
 from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError
@@ -95,7 +97,7 @@ class Sender:
     def _walk(self, source: Entry, fail: Fail) -> Steps:
         request = self.request
         steps = walk_files(source, fail, recursive=request.recursive, dereference=request.dereference)
-        return selected(steps, *request.patterns)
+        return Selection(*request.patterns).of(steps)
 
     def read_results(
         self,
@@ -183,6 +185,10 @@ class Sender:
         named = shown(path)
         checksum = sha256_of(opened.fd, lambda: False) if self.request.checksum else ""
         attributes = FileAttributes.of(status)
+        if self.request.update:
+            settle(status)
+            if self.context.is_written(status):  # now, and until a program ends that changes no times
+                attributes.st_mtime_ns = time.time_ns()
         self.channel.send(messages.File(number, source, name, named, size, data, on_mount, attributes, checksum))
         holes = stat.S_ISREG(status.st_mode) and data < size
         end = self._send_content(number, opened, size, holes=holes)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from gpufs import safe_path, syscalls
-from gpufs.copying.entries import make_durable
+from gpufs.copying.entries import sync_directory
 from gpufs.new_file import has_name, part_name
 from gpufs.trees import remove_below, remove_tree
 
@@ -112,7 +112,7 @@ class NewDirectory:
             if not os.path.samestat(replaced, self._old):
                 syscalls.renameat2(self._above, part, self._above, name, _RENAME_EXCHANGE)
                 raise OSError(errno.EBUSY, "another process has put something else there", self._path)
-        make_durable(self.fd, self._above, synced=True)
+        sync_directory(self._above)
         os.close(self.fd)
         self.fd = -1
         if self._old is not None:

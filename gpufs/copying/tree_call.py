@@ -37,6 +37,7 @@ def copy_tree(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     update: bool = False,
+    inplace: bool = False,
     symlinks: bool = False,
     jobs: int = 4,
     fastpath: Fastpath = "auto",
@@ -63,7 +64,10 @@ def copy_tree(
         Patterns of the files to copy, and of those to leave out, as the options of `gpufs cp`: ``*.safetensors`` is
         compared with names, a pattern with a slash with paths below the source.
     update : bool
-        Files whose copies have the same size and are not older are left out.
+        Files are left out whose copies have the same size and time, or the version that a store names. The others are
+        replaced when their new versions are complete, as by `gpufs sync`.
+    inplace : bool
+        With ``update``, existing files are overwritten instead: for a device without space for two versions of one.
     symlinks : bool
         Symbolic links are copied as links, instead of the files that they lead to.
     jobs : int
@@ -93,7 +97,7 @@ def copy_tree(
     >>> results = gpufs.copy_tree("hf://Qwen/Qwen3-8B", "/mnt/gpufs/gpu0/qwen", include=["*.safetensors", "*.json"])
     """
     source, destination = os.fsdecode(source), os.fsdecode(destination)
-    options = CopyOptions(fastpath, fsync, verify, preserve, partial)
+    options = CopyOptions(fastpath, fsync, verify, preserve, partial, update, update and not inplace)
     selection = TreeOptions(
         recursive=True,
         dereference=not symlinks,
@@ -103,6 +107,7 @@ def copy_tree(
         include=tuple(include),
         exclude=tuple(exclude),
         update=update,
+        replace=options.replace,
     )
     if jobs < 1:
         raise ValueError(f"jobs: {jobs} is less than 1")

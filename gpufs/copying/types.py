@@ -26,13 +26,18 @@ STREAM: Final = "-"
 
 
 class CopyOptions(NamedTuple):
-    """How files are copied; :func:`gpufs.copy` describes the options."""
+    """How files are copied; :func:`gpufs.copy` describes the options.
+
+    ``times``: the copies get the times of files of this machine. ``replace``: a new file takes an existing name.
+    """
 
     fastpath: Fastpath = "auto"
     fsync: bool = False
     verify: bool = False
     preserve: bool = False
     partial: bool = False
+    times: bool = False
+    replace: bool = False
 
     def check(self) -> None:
         """Raise ValueError for an option that is not allowed."""
@@ -44,7 +49,7 @@ class CopyOptions(NamedTuple):
 class TreeOptions:
     """Which files are copied, and where to; docs/cp.md describes the options. ``exact``: --no-target-directory.
 
-    ``delete``: first remove what the source does not have.
+    ``delete``: first remove what the source does not have. ``replace``: new files take the place of existing ones.
     """
 
     recursive: bool = False
@@ -59,6 +64,7 @@ class TreeOptions:
     dry_run: bool = False
     checksum: bool = False
     delete: bool = False
+    replace: bool = False
 
 
 _UNFIT: Final = {

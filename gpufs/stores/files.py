@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Each chunk is written as it arrives. The kernel passes at most 1 MiB to a mount at a time.
 _CHUNK_BYTES: Final = 1 << 20
 _PART_BYTES: Final = 16 << 20  # of an upload
+# The attribute of an object with the time of its source, in seconds since 1970, as rclone has it.
+_MODIFIED: Final = "mtime"
 _MOST_PARTS: Final = 10_000  # of S3
 # A connection from which nothing comes for so long is ended, and the range is requested again.
 _SILENT: Final = timedelta(seconds=30)
@@ -168,10 +170,11 @@ def open_store(url: Url, *, retries: int = 0, token: str | None = None) -> Objec
         return HTTPStore.from_url(url.without_user, client_options=client, retry_config=retry)
 
 
-def upload(fd: int, size: int, url: Url, read: Callable[[int], None]) -> Checksum | None:
+def upload(fd: int, size: int, modified: str, url: Url, read: Callable[[int], None]) -> Checksum | None:
     """Store a file and return the checksum that the store has for it, None if it has none. Closes its descriptor.
 
-    ``read`` is called with the bytes read so far. An exception that it raises ends the upload.
+    ``modified``: the time that the object notes as that of its source. ``read`` is called with the bytes read so far.
+    An exception that it raises ends the upload.
     """
     part_bytes = _PART_BYTES
     while part_bytes * _MOST_PARTS < size:
@@ -192,7 +195,7 @@ def upload(fd: int, size: int, url: Url, read: Callable[[int], None]) -> Checksu
             yield bytes(part)
 
     try:
-        etag = _write(url, size, parts(), part_bytes)
+        etag = _write(url, size, modified, parts(), part_bytes)
     finally:
         os.close(fd)
     if url.scheme != "s3":
@@ -203,7 +206,7 @@ def upload(fd: int, size: int, url: Url, read: Callable[[int], None]) -> Checksu
     return checksum
 
 
-def _write(url: Url, size: int, chunks: Iterator[bytes], part_bytes: int) -> str | None:
+def _write(url: Url, size: int, modified: str, chunks: Iterator[bytes], part_bytes: int) -> str | None:
     """Write a file of an object store and return its ETag. Either all of it is written or nothing.
 
     ``chunks``: the content, in pieces of ``part_bytes``; an exception there ends it.
@@ -211,10 +214,22 @@ def _write(url: Url, size: int, chunks: Iterator[bytes], part_bytes: int) -> str
     import obstore
 
     store = open_store(url, retries=TRIES)
+    noted: Any = {_MODIFIED: modified} if modified else None
     with translated(url):
         if size <= part_bytes:
-            return obstore.put(store, url.key, b"".join(chunks), use_multipart=False)["e_tag"]
+            return obstore.put(store, url.key, b"".join(chunks), attributes=noted, use_multipart=False)["e_tag"]
         # The parts in flight are all the memory that it uses.
-        return obstore.put(store, url.key, chunks, use_multipart=True, chunk_size=part_bytes, max_concurrency=4)[
-            "e_tag"
-        ]
+        how: Any = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": 4}
+        return obstore.put(store, url.key, chunks, attributes=noted, **how)["e_tag"]
+
+
+def noted_of(store: ObjectStore, url: Url) -> tuple[int, str | None]:
+    """Return the size of an object, and the time of its source that it notes. StoreError if that fails."""
+    import obstore
+
+    def ask() -> Any:
+        with translated(url):
+            return obstore.get(store, url.key, options={"head": True})
+
+    found = retried(ask)
+    return found.meta["size"], found.attributes.get(_MODIFIED)

@@ -1090,3 +1090,25 @@ def test_by_ssh(sshd: str, root: Path, host: Path) -> None:
     for name in ("first", "second"):
         assert_same((root / name / "copy").read_bytes(), noise(9 * MIB))
     assert f"root@localhost:{root}/none: No such file" in refused_here(*remote, f"root@localhost:{root}/none", host)
+
+
+def test_sync_from_the_home_directory(
+    root: Path, host: Path, remote: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HOST: without a path. It was the root directory."""
+    monkeypatch.chdir(host)  # where a remote shell starts
+    (host / "notes").write_bytes(b"mine")
+    gpufs_here("sync", *remote, "--exclude", "/*/", "node2:", root / "copy")
+    assert left(root / "copy") == ["notes"]
+
+
+def test_a_sync_sees_what_a_program_writes_in_memory(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    (root / "source").mkdir()
+    (root / "source/model").write_bytes(noise(MIB))
+    for ends in ((f"node2:{root}/source", host / "copy"), (root / "source", f"node2:{host}/copy2")):
+        gpufs_here("sync", *remote, *ends)
+        with package.attach(root / "source/model", "r+"):
+            for _ in range(2):
+                assert json.loads(gpufs_here("sync", "--json", *remote, *ends).stdout)["files"] == 1
+        gpufs_here("sync", *remote, *ends)
+        assert json.loads(gpufs_here("sync", "--json", *remote, *ends).stdout)["files"] == 0

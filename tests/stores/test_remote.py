@@ -348,7 +348,7 @@ def test_partial_goes_on_where_a_copy_ended(root: Path, web: WebServer, number: 
     done = gpufs_here("cp", "--partial", "--json", f"{web.url}/file", root)
     assert_same((root / "file").read_bytes(), FOUR_PARTS)
     assert left(root) == ["file"]
-    assert os.listxattr(root / "file") == []
+    assert os.listxattr(root / "file") == ["user.gpufs-source"]
     assert web.requested("/file") == [(part * PART, (part + 1) * PART) for part in (2, 3)]
     assert json.loads(done.stdout)["paths"] == {"remote": 2 * PART, "kept": 2 * PART}
 
@@ -541,7 +541,7 @@ def test_a_file_that_is_replaced_passes_on_its_rights_and_its_pin(root: Path, we
     web.files["/file"] = b"new"
     gpufs_here("cp", f"{web.url}/file", root)
     assert path.read_bytes() == b"new"
-    assert (path.stat().st_mode & 0o777, os.listxattr(path)) == (0o600, ["user.gpufs-pinned"])
+    assert (path.stat().st_mode & 0o777, os.listxattr(path)) == (0o600, ["user.gpufs-pinned", "user.gpufs-source"])
 
 
 def test_partial_after_a_copy_that_had_started_again(root: Path, web: WebServer) -> None:
