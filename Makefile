@@ -8,7 +8,8 @@
 #   make test-gpu, make bench-gpu    the same on a machine with a GPU
 #   make wheel     dist/gpufs-*.whl, for any environment of Python
 #   make deb       dist/gpufs_*.deb, for Debian and Ubuntu
-#   make release   build/release/: all files of a release, checked and tried, and the commands that publish them
+#   make release   build/release/: all files of a release, checked and tried, and the commands that publish them;
+#                  URL=https://HOST/PATH is where the project will be, for README and the packages
 #   make install-helpers             for all users: gpufs, mount.gpufs, completions, manual pages, systemd unit (PREFIX, DESTDIR)
 .DEFAULT_GOAL := build
 .PHONY: setup build demo test check bench lint format clean docs test-gpu bench-gpu wheel deb release install-helpers uninstall-helpers
@@ -57,7 +58,7 @@ deb: wheel
 	@scripts/deb
 
 release: build
-	@scripts/release
+	@scripts/release $(URL)
 
 install-helpers: wheel
 	@scripts/install-helpers

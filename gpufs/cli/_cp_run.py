@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpufs.cli._copy_report import CopyReport
+from gpufs.cli._files import raise_descriptor_limit
 from gpufs.cli._output import Failure, complain
 from gpufs.client import Copier, CopyError, CopyProgress, CopyResult
 from gpufs.copying.entries import Entry, find_targets, kind_of
@@ -156,6 +157,8 @@ class Run(CopyReport):
     def copy_files(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
         """Copy files of this machine. Errors are printed and collected."""
         options, exact = self._options, self._options.exact
+        if options.recursive:
+            raise_descriptor_limit()
         with _targets(sources, ends, follow=not options.recursive, in_directory=in_directory, exact=exact) as named:
             self._run(partial(self._loop.find_files, named), many=options.recursive or len(sources) > 1)
         links = [] if self.cancel.cancelled else self._loop.state.links_without_files()

@@ -233,7 +233,7 @@ def _same_namespace(pid: int) -> bool:
 
 
 class MountCopy(NamedTuple):
-    """A copy of a mount in another mount namespace."""
+    """A copy of a mount, or of a part of it, in another mount namespace."""
 
     pid: int  # one process of the namespace
     program: str
@@ -241,7 +241,7 @@ class MountCopy(NamedTuple):
 
 
 def copies(devices: Collection[str]) -> list[MountCopy]:
-    """Find mounts with these device numbers in other mount namespaces: one process of each that we may see."""
+    """Find mounts with these device numbers in other mount namespaces, by one process of each that we may see."""
     asked = {os.readlink("/proc/self/ns/mnt")}
     elsewhere = []
     for pid in sorted(_processes()):
@@ -249,10 +249,9 @@ def copies(devices: Collection[str]) -> list[MountCopy]:
             namespace = os.readlink(f"/proc/{pid}/ns/mnt")
             if namespace in asked:
                 continue
-            entry = next((seen for seen in mounting.mounts(str(pid)) if seen.device in devices), None)
+            program, seen = _program(pid), mounting.mounts(str(pid))
             asked.add(namespace)
-            if entry is not None:
-                elsewhere.append(MountCopy(pid, _program(pid), entry.mountpoint))
+            elsewhere += [MountCopy(pid, program, entry.mountpoint) for entry in seen if entry.device in devices]
     return elsewhere
 
 
@@ -262,7 +261,10 @@ def _program(pid: int) -> str:
 
 
 def users(mountpoint: str) -> list[str]:
-    """Return what keeps a mount busy and is visible to us: mounts below it, and other processes as "name (pid)"."""
+    """Return what keeps a mount busy and is visible to us: mounts below it, and other processes as "name (pid)".
+
+    Processes of other mount namespaces, too, where a copy of the mount is at the same place.
+    """
     prefix = mountpoint.rstrip("/") + "/"
     below = (entry.mountpoint for entry in mounting.listed() if entry.mountpoint.startswith(prefix))
     holders = [f"what is mounted at {path}" for path in below][:_NAMED]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import resource
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,7 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 import click
 
 from gpufs import mounting
-from gpufs.cli._files import held_bytes
+from gpufs.cli._files import held_bytes, raise_descriptor_limit
 from gpufs.cli._output import Failure
 from gpufs.copying.checksums import sha256_of
 from gpufs.copying.entries import Entry, next_data, open_path
@@ -132,8 +131,7 @@ def _registered_files(folder: str) -> list[str]:
         paths = [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]
     typed = [path for path in paths if TYPE_ATTRIBUTE in os.listxattr(path)]
     if len(typed) > _MANY_FILES:  # all are open at the same time
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        raise_descriptor_limit()
     return sorted(
         typed, key=lambda path: [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", path)]
     )

@@ -78,7 +78,7 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         return
     mountpoint = entry.mountpoint
     with _mounts.open_daemons(mountpoint, entry) as daemons:
-        if force and not daemons and _is_bound(entry):
+        if force and not daemons and _is_shown({entry.device}, except_at=mountpoint):
             force, lazy = False, True  # cutting the connection would end the mount, with all its files
         leases = _leases_of(entry, daemons, timeout)
         if force:
@@ -95,7 +95,12 @@ def umount(path: str, *, force: bool, lazy: bool, timeout: float) -> None:
         if lazy and not force:
             return
         # After --force the connection is aborted and the files are gone: SIGKILL loses nothing.
-        left = _kill(daemons, timeout) if force else _wait_unless_copied(daemons, {entry.device}, timeout)
+        if force:
+            left = _kill(daemons, timeout)
+        else:
+            # Without allow_other nobody but the user who mounted may use the copies that this user cannot see.
+            seen = os.geteuid() == 0 or "allow_other" not in entry.options.split(",")
+            left = _wait_unless_used(daemons, mountpoint, {entry.device}, timeout, end_unused=seen and not leases)
         # In another process: the user who mounted owns the folder, and its file system may not answer.
         _answers.ask([functools.partial(statistics.remove_dead, entry.device, entry.uid)], str, timeout)
         if left and force:
@@ -119,7 +124,10 @@ def _end_left_over(path: str, missing: Failure, *, force: bool, timeout: float) 
     """End the daemon of a mount that is no longer visible. Raise ``missing`` if it has none."""
     with _mounts.open_daemons(_mounts.absolute(path)) as daemons:
         devices = {device for daemon in daemons for device in _mounts.devices_served(daemon.pid)}
-        left = daemons if force else _wait_unless_copied(daemons, devices, min(_GRACE, timeout))
+        # Files of a mount that was detached lazily have no path, so it is not known whether they are in use.
+        left = list(daemons)
+        if not force:
+            left = _wait_unless_used(daemons, path, devices, min(_GRACE, timeout), end_unused=False)
         if not left:
             raise missing
         if not force:
@@ -141,25 +149,31 @@ def _copies(devices: set[str]) -> str:
     copies = _mounts.copies(devices)
     if not copies:
         return ""
-    first = copies[0]
-    holders = listed([f"{copy.program} ({copy.pid})" for copy in copies])
-    command = f"nsenter -t {first.pid} -m umount {shlex.quote(first.mountpoint)}"
-    if len(copies) == 1:
-        text = f"{holders} has a copy of it in another mount namespace: {command} ends that"
-    else:
-        text = f"{holders} have copies of it in other mount namespaces: {command} ends the first"
-    return f"{text}, --force ends the mount"
+    first = copies[-1]  # a bind mount comes after the copy that the namespace began with
+    holders = listed(list(dict.fromkeys(f"{copy.program} ({copy.pid})" for copy in copies)))
+    command = f"nsenter -t {first.pid} -m umount --lazy {shlex.quote(first.mountpoint)}"
+    return f"used in another mount namespace, by {holders}: {command} ends one use, --force ends the mount"
 
 
-def _wait_unless_copied(
-    daemons: Sequence[_mounts.Process], devices: set[str], timeout: float
-) -> Sequence[_mounts.Process]:
-    """Wait for the daemons. Briefly if other mount namespaces have copies of the mount: these can stay for days."""
-    start = time.monotonic()
+def _wait_unless_used(
+    daemons: Sequence[_mounts.Process], mountpoint: str, devices: set[str], timeout: float, *, end_unused: bool
+) -> list[_mounts.Process]:
+    """Wait for the daemons of a mount that is unmounted here. Return those that have not ended.
+
+    Each mount namespace that begins while a mount exists has a copy of it, possibly for days. With ``end_unused``,
+    copies that nobody uses do not keep the mount: its daemons get SIGTERM. A copy is unused if it is at the mount's own
+    path and no process has a file or a directory there. The wait is brief while there are other copies.
+    """
     left = _mounts.wait_for_end(daemons, min(_COPY_GRACE, timeout))
-    if left and not _mounts.copies(devices):
-        left = _mounts.wait_for_end(left, timeout - (time.monotonic() - start))
-    return left
+    if not left:
+        return left
+    copies = _mounts.copies(devices)
+    used = _is_shown(devices) or any(copy.mountpoint != mountpoint for copy in copies) or _mounts.users(mountpoint)
+    if end_unused and not used:
+        _signal(left, signal.SIGTERM)
+    elif copies:
+        return left
+    return _wait(left, timeout)
 
 
 def _wait(processes: Sequence[_mounts.Process], timeout: float) -> list[_mounts.Process]:
@@ -175,9 +189,9 @@ def _kill(processes: Sequence[_mounts.Process], timeout: float) -> list[_mounts.
     return _mounts.wait_for_end(left, max(_GRACE, timeout))  # freeing its memory can take long
 
 
-def _is_bound(entry: mounting.MountEntry) -> bool:
-    """Return whether the mount is also at another place."""
-    return any(other.device == entry.device and other.mountpoint != entry.mountpoint for other in mounting.mounts())
+def _is_shown(devices: set[str], except_at: str = "") -> bool:
+    """Return whether one of the mounts is at any place that we see, except that one."""
+    return any(entry.device in devices and entry.mountpoint != except_at for entry in mounting.mounts())
 
 
 def _unmount(mountpoint: str, *, force: bool, lazy: bool) -> None:

@@ -13,7 +13,7 @@ from gpufs import mounting
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.entries import Entry, is_inside
 from gpufs.copying.types import TreeOptions
-from gpufs.copying.walk import Step, Steps, selected, walk_files
+from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
 
 # The kinds of a source's files and directories, by their paths below it.
 Names: TypeAlias = Mapping[str, Literal["file", "directory"]]
@@ -65,7 +65,7 @@ def delete_others(
     if mounting.is_root(base.path):
         raise OSError(errno.EINVAL, "nothing is deleted in the root of a mount: name a directory in it", base.path)
     gone: set[str] = set()  # their paths
-    steps = walk_files(base, lambda path, error: report.failed(path, None, error), recursive=True, dereference=False)
+    steps = _walk(base, lambda path, error: report.failed(path, None, error))
     with closing(selected(steps, options.include, options.exclude)) as steps:
         for step in steps:
             if cancel.cancelled:
@@ -77,6 +77,12 @@ def delete_others(
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # else the directory has what was left out
                     report.failed(step.path, None, error)
+
+
+def _walk(base: Entry, fail: Fail) -> Steps:
+    """Walk over a directory. Root gets to it without other users' links."""
+    with base.located() as located:
+        yield from walk_files(located, fail, recursive=True, dereference=False)
 
 
 def _delete_unless_named(step: Step, names: Names, gone: set[str], *, dry_run: bool) -> bool:

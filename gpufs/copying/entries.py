@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal, NamedTuple, Protocol, Self
 
+from gpufs import safe_path
 from gpufs.copying.types import CopyError, DaemonDiedCopyError, NotOnMountCopyError
 from gpufs.exceptions import DEAD, text_of
 from gpufs.syscalls import close_all, closed_after, path_of
@@ -108,7 +109,8 @@ class Entry(NamedTuple):
         if self.directory is not None:
             yield self
             return
-        with closed_after(os.open(os.path.dirname(self.path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+        folder = os.path.dirname(self.path) or "."
+        with closed_after(safe_path.open_path(folder, os.O_PATH | os.O_DIRECTORY)) as fd:
             yield Entry(self.path, os.path.basename(self.path) or ".", fd, self.follow)
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
-import stat
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from gpufs import syscalls
+from gpufs import safe_path, syscalls
 from gpufs.copying.entries import make_durable
 from gpufs.new_file import has_name, part_name
+from gpufs.trees import remove_below, remove_tree
 
 _RENAME_EXCHANGE: Final = 2
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -33,7 +32,7 @@ class NewDirectory:
         self._part = part_name(self._name)
         self.fd = self._above = -1  # the first: open for reading
         try:
-            self._above = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._above = safe_path.open_path(above, os.O_PATH | os.O_DIRECTORY)
             self._old = self._find_old(may_replace)
             self.fd = self._open()
             if self._old is not None:
@@ -76,7 +75,7 @@ class NewDirectory:
             if not has_name(fd, self._part, self._above):
                 raise OSError(errno.EBUSY, "another save to this name has just ended")
             os.fchmod(fd, 0o700)
-            _remove_all_below(fd)
+            remove_below(fd)
         except BaseException:
             os.close(fd)
             raise
@@ -120,7 +119,7 @@ class NewDirectory:
 
     def _remove_part(self) -> None:
         with suppress(OSError):  # the next save removes it
-            shutil.rmtree(self._part, dir_fd=self._above)
+            remove_tree(self._above, self._part)
 
     def close(self) -> None:
         """Close it, and remove it if it is not complete. A second call does nothing."""
@@ -132,11 +131,3 @@ class NewDirectory:
         if self._above >= 0:
             os.close(self._above)
             self._above = -1
-
-
-def _remove_all_below(directory: int) -> None:
-    for name in os.listdir(directory):
-        if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-            shutil.rmtree(name, dir_fd=directory)
-        else:
-            os.unlink(name, dir_fd=directory)

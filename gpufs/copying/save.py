@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gpufs import syscalls
+from gpufs import safe_path, syscalls
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.attributes import read_xattrs
@@ -75,7 +75,7 @@ class Saved(NamedTuple):
     """
 
     path: str
-    directories: Sequence[tuple[str, str]]
+    directories: Sequence[tuple[Entry, str]]
     mount: bool
     limits: list[Limit]
 
@@ -90,7 +90,7 @@ class Save:
         self, saved: Saved, destination: str, options: TreeOptions, report: TreeReport, cancel: Cancellation
     ) -> None:
         self._saved = saved
-        self.path = os.path.realpath(destination)
+        self.path = safe_path.real(destination)
         self._check_place()
         self._new = NewDirectory(self.path, _check_is_save)
         self.context = CopyContext(CopyOptions(), None)
@@ -122,7 +122,7 @@ class Save:
     def _check_place(self) -> None:
         """Raise OSError if the save would be below what is saved."""
         for directory, _ in self._saved.directories:
-            if entries.is_inside(self.path, directory):
+            if entries.is_inside(self.path, directory.path):
                 raise OSError(errno.EINVAL, "is below what is saved: give a place elsewhere", self.path)
 
     def close(self) -> None:
@@ -143,8 +143,8 @@ class Save:
             for directory, name in self._saved.directories:
                 loop.add(self._walk(directory, self._fail), [_SavedTree(self, name)])
 
-    def _walk(self, directory: str, fail: Callable[[str, OSError], None]) -> Steps:
-        return walk_files(Entry.of(directory, follow=False), fail, recursive=True, dereference=False)
+    def _walk(self, directory: Entry, fail: Callable[[str, OSError], None]) -> Steps:
+        return walk_files(directory, fail, recursive=True, dereference=False)
 
     def _fits(self) -> bool:
         """Return whether there is space, and report if not."""
@@ -416,7 +416,8 @@ def _named(path: str, status: SourceAttributes, xattrs: dict[str, bytes]) -> dic
 
 def _check_path(path: str) -> None:
     if len(os.fsencode(path)) > PATH_BYTES:
-        raise OSError(errno.ENAMETOOLONG, f"its path below the save would be longer than {PATH_BYTES} bytes")
+        text = f"its path below the save would be longer than {PATH_BYTES} bytes: leave it out by --exclude"
+        raise OSError(errno.ENAMETOOLONG, text)
 
 
 def _fresh_status(fd: int) -> os.stat_result:

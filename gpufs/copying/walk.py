@@ -153,7 +153,7 @@ def _open(entry: Entry, parent: Folder | None, fail: Fail) -> Folder | None:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
         fd = os.open(entry.name, flags, dir_fd=entry.directory)
         status = os.fstat(fd)
-        above = parent
+        above = parent if entry.follow else None  # else nothing leads upwards
         while above is not None:
             if above.status is not None and os.path.samestat(above.status, status):
                 text = "is a link to a directory that it lies in: such a loop cannot be copied by -L"

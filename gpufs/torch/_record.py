@@ -12,6 +12,7 @@ from gpufs.formats.budget import Budget
 from gpufs.formats.safetensors import RECORDS_KEY, parse_json
 
 _MAX_DIMENSIONS = 64
+UNSAVED_BUFFER = "buffer, not in state_dict()"  # a kind; other buffers are "buffer"
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,11 @@ def load(
     )
 
 
-def test_the_page_of_knobs_is_up_to_date() -> None:
-    """`make docs` generates the page."""
-    assert (ROOT / "docs/knobs.md").read_text() == run(sys.executable, ROOT / "scripts/generate_knobs.py").stdout
+@pytest.mark.parametrize("page", ["knobs", "commands"])
+def test_the_pages_of_the_reference_are_up_to_date(page: str) -> None:
+    """`make docs` generates them."""
+    made = run(sys.executable, ROOT / "scripts/generate_reference.py", page).stdout
+    assert (ROOT / f"docs/{page}.md").read_text() == made
 
 
 def test_a_table_is_for_one_mount(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from support.mounting import GPUFS, REPOSITORY, Mounter
 from support.processes import (
     SESSION_VARIABLE,
     errno_of,
+    other_namespace,
     run,
     session_processes,
     wait_until,
@@ -297,27 +298,31 @@ def mount_at(path: Path) -> int:
     return pid
 
 
-@pytest.mark.parametrize("end", ["--force", "nsenter"])
-def test_umount_names_the_programs_that_keep_a_copy_of_the_mount(place: Path, end: str) -> None:
-    """A copy in another mount namespace keeps the daemon alive, as long as the namespace exists."""
+def test_an_unused_copy_in_another_namespace_does_not_keep_the_mount(place: Path) -> None:
+    """As each service or container that starts beside the mount makes one."""
+    mount_at(place)
+    (place / "gpu0/file").write_bytes(b"x")
+    with other_namespace("true"):
+        run(*GPUFS, "umount", place)
+        assert not pids_of(place)
+
+
+@pytest.mark.parametrize("use", ["cd {}/gpu0", "exec 3<{}/gpu0/file", "mount --bind {} {}/../bound"])
+def test_umount_names_the_programs_that_use_a_copy_of_the_mount(place: Path, use: str) -> None:
+    """A copy in another mount namespace that is in use there keeps the daemon alive."""
     pid = mount_at(place)
-    keeper = subprocess.Popen(["unshare", "-m", "--propagation", "private", "sleep", "100"])
-    try:
-        wait_until(lambda: Path(f"/proc/{keeper.pid}/comm").read_text() == "sleep\n", 20, "the namespace")
+    (place / "gpu0/file").write_bytes(b"x")
+    (place.parent / "bound").mkdir()
+    with other_namespace(use.format(place, place)) as shell:
         for _ in range(2):
             text = fails_with_one_line("umount", place, "--umount-timeout", "500")  # longer than the test may take
-            assert f"sleep ({keeper.pid})" in text
+            assert f"sh ({shell.pid})" in text
             assert "--force ends the mount" in text
         # A new mount at the same place is independent of it.
         mount_at(place)
         run(*GPUFS, "umount", place)
         assert pids_of(place) == [pid]
-        if end == "nsenter":
-            (remedy,) = re.findall("nsenter .*/mnt(?= )", text)
-            run(*shlex.split(remedy))
-        else:
-            run(*GPUFS, "umount", "--force", place)
+        (remedy,) = re.findall("nsenter .*(?= ends one use)", text)
+        run(*shlex.split(remedy))
+        run(*GPUFS, "umount", "--force", place)
         wait_until(lambda: not pids_of(place), 10, "the end of the daemon")
-    finally:
-        keeper.kill()
-        keeper.wait()

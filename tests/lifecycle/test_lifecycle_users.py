@@ -25,8 +25,10 @@ from support.processes import (
     as_nobody,
     as_other,
     errno_of,
+    other_namespace,
     plain_user,
     run,
+    session_processes,
     start_children,
     wait_until,
 )
@@ -62,6 +64,15 @@ def mountpoint(user: User, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 def gpufs(user: User, *words: object, check: bool = True) -> subprocess.CompletedProcess[str]:
     return run(*user[0], *map(str, words), check=check, env=user[1], cwd="/", **AS_NOBODY)
+
+
+def test_a_user_unmounts_beside_a_mount_namespace_of_others(user: User, mountpoint: Path) -> None:
+    """The namespace has a copy of the mount, which the user cannot see."""
+    gpufs(user, "mount", mountpoint, "--driver", "host", "--memory", "64M")
+    with other_namespace("true"):
+        gpufs(user, "umount", mountpoint)
+        commands = session_processes(os.environ[SESSION_VARIABLE]).values()
+        assert not [command for command in commands if str(mountpoint) in command]
 
 
 @pytest.mark.driver

@@ -226,6 +226,16 @@ def children_of(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
+def other_namespace(command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A shell in a new mount namespace, which has run a command and stays until the block ends."""
+    words = ["unshare", "-m", "--propagation", "private", "sh", "-c", f"{command}; echo; read -r _"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        yield process
+
+
+@contextlib.contextmanager
 def plain_user() -> Iterator[dict[str, str]]:
     """An environment in which nobody can mount: an own home, and /dev/fuse of mode 666 (restored), as in Debian.
 

@@ -1,12 +1,19 @@
-"""Prints docs/knobs.md, made from the table of knobs."""
+"""Prints a page of the reference, made from code.
+
+Usage: generate_reference.py knobs|commands     for docs/knobs.md and docs/commands.md
+"""
 
 import re
+import sys
 from collections.abc import Iterator
 
+import click
+
+from gpufs.cli._main import COMMANDS, program
 from gpufs.config import KNOBS
 
 
-def _page() -> Iterator[str]:
+def _knobs() -> Iterator[str]:
     yield "# Knobs\n"
     yield "Written by `make docs` from the table in `gpufs/config/knobs.py`; do not edit.\n"
     yield "Every knob is an option of `gpufs mount`, an environment variable, and by its name a key of the"
@@ -36,5 +43,19 @@ def _page() -> Iterator[str]:
         yield f"Default: {knob.describe_default()}.{words}\n"
 
 
+def _commands() -> Iterator[str]:
+    yield "# Commands\n"
+    yield "Written by `make docs` from the texts of `gpufs COMMAND --help`, which also show the options; do not edit.\n"
+    yield "| Command | What it does |\n|---|---|"
+    context = click.Context(program, info_name="gpufs")
+    for name in COMMANDS:
+        command = program.get_command(context, name)
+        assert command is not None
+        if not command.hidden:
+            usage = " ".join([name, *command.collect_usage_pieces(click.Context(command))]).replace("|", "\\|")
+            summary = " ".join((command.help or "").split("\n\n")[0].split())
+            yield f"| `gpufs {usage}` | {summary} |"
+
+
 if __name__ == "__main__":
-    print("\n".join(_page()).rstrip("\n"))
+    print("\n".join({"knobs": _knobs, "commands": _commands}[sys.argv[1]]()).rstrip("\n"))
