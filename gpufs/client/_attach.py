@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
 
@@ -99,15 +99,13 @@ class Attachment:
         self.is_lost = False
 
     def sleep(self) -> bool:
-        """Unmap the memory and keep its addresses. False: it sleeps already. OSError as gpufs.sleep()."""
-        if not self.is_asleep:
-            self._take_newest()  # an old version has no name, and cannot sleep
+        """Unmap the memory and keep its addresses. False: it sleeps already. OSError as gpufs.sleep().
+
+        After check_together(): what fails only then may leave nothing mapped.
+        """
         with self._lock:
             if self.is_asleep:
                 return False
-            if self.private:
-                text = 'a private copy cannot sleep: attach the file with mode "r+", or mount with --trust-readers'
-                raise OSError(errno.EOPNOTSUPP, text, self.path)
             self.mapping.clear()
             if self.driver == HOST:
                 self.mapping.explain_accesses(_SLEEPS.format(path=self.path))
@@ -127,8 +125,6 @@ class Attachment:
 
     def wake(self) -> bool:
         """Map the memory again. False: it is awake. OSError as gpufs.wake(); it sleeps on then."""
-        if self.is_asleep and self._take_newest():
-            return True
         with self._lock:
             if not self.is_asleep:
                 return False
@@ -144,7 +140,7 @@ class Attachment:
             self.is_asleep = False
             return True
 
-    def _take_newest(self) -> bool:
+    def take_newest(self) -> bool:
         """Take over the newest version if somebody follows the file."""
         with self.following:
             return any(take(follower) for follower, take in list(self.followers.items())[:1])  # for all of them
@@ -233,6 +229,17 @@ class Attachment:
         """Say which accesses to the memory are fatal from now on."""
         if self.driver == HOST:
             self.mapping.explain_accesses(_READ_ONLY_HERE.format(path=self.path) if self.mode == READ else "")
+
+
+def check_together(attached: Sequence[Attachment], what: protocol.Move) -> None:
+    """OSError unless all of them can sleep, or wake, now."""
+    by_connection: dict[Connection, list[Attachment]] = {}
+    for each in attached:
+        by_connection.setdefault(each._connection, []).append(each)
+    for connection, some in by_connection.items():
+        ask = functools.partial(connection.check, [each._number for each in some], what)
+        with as_failure_of_mount(os.path.commonpath([each.path for each in some])):
+            _daemons.repeat_if_it_dies(ask)
 
 
 # The attachments of this process, and the functions that are called for each new one.

@@ -411,6 +411,14 @@ class Mount(Handle):
         """Move the contents of a file back to its device. EngineError ENOSPC, EDQUOT: as for a write."""
         check(lib.gpufs_inode_bring_back(self._handle, ino))
 
+    def check_space(self, inos: Sequence[int], *, parks: bool) -> None:
+        """Check that all of these files can be parked, or brought back, together. It holds until others take memory.
+
+        Waits up to three seconds for memory that is being freed. EngineError EOPNOTSUPP without a host tier, ENOSPC and
+        EDQUOT with the figures.
+        """
+        check(lib.gpufs_inodes_check_space(self._handle, list(inos), len(inos), parks))
+
     def inode_revoke(self, ino: int, timeout: float) -> None:
         """Withdraw that memory: all calls on the file fail with ESTALE from now on.
 

@@ -6,7 +6,8 @@ import os
 import shutil
 from collections.abc import Sequence
 
-from support.attaching import fuzz, kill_programs, prepare_fuzz
+from support.attaching import kill_programs
+from support.fuzzing import fuzz, prepare_fuzz
 from support.processes import run
 
 from campaigns.harness import Missing, Place, need

@@ -1015,4 +1015,17 @@ def test_a_model_with_copies_wakes_with_the_old_version_and_takes_the_new_one_th
         assert is_version(model, 2)
         follower.close()
         del model, follower
+    gpufs.torch.publish(Network(1), path, replace=True)
+    model = attached(path)
+    follower = gpufs.torch.follow(model, on_forward=False)
+    good, model.norm.running_mean = model.norm.running_mean, torch.zeros(1).expand(16)  # no copy into it is possible
+    gpufs.torch.sleep(model)
+    gpufs.torch.publish(Network(2), path, replace=True)
+    with pytest.raises(RuntimeError):
+        gpufs.torch.wake(model)
+    model.norm.running_mean = good
+    assert gpufs.torch.wake(model) == path.stat().st_size
+    assert (follower.update(), is_version(model, 2)) == (True, True)
+    follower.close()
+    del model, follower
     path.unlink()

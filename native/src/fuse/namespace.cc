@@ -265,7 +265,9 @@ Status Namespace::limit_directory(std::uint64_t ino, std::optional<std::uint64_t
   std::vector<InodePointer> members;
   for (InodePointer& inode : table_.all()) {
     const std::shared_ptr<Account> charged = inode->directory_account();
-    const bool is_below = NamesWriter::is_below(*directory, inode.get());
+    // A file that the last process had, and that has no name any more, is known by its record.
+    const bool is_below =
+        NamesWriter::is_below(*directory, inode.get()) || Inode::Reader(*inode)->record.limited_directory == ino;
     if (is_below && charged && charged != account) {
       return Status(EBUSY, "a directory above or below it has a limit, and limits cannot be nested");
     }
@@ -276,7 +278,7 @@ Status Namespace::limit_directory(std::uint64_t ino, std::optional<std::uint64_t
   if (!bytes) account = nullptr;
   if (account) account->set_limit(*bytes);
   if (is_new || !bytes) {
-    for (const InodePointer& inode : members) table_.charge_to(*inode, account);
+    for (const InodePointer& inode : members) table_.charge_to(*inode, ino, account);
   }
   table_.quotas().limit_directory(ino, std::move(account));
   return {};
