@@ -91,8 +91,7 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
 };
 
 Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease(bool writable, bool exports, std::string label,
-                                                           std::optional<std::uint64_t> placement,
-                                                           std::uint64_t most) {
+                                                           std::optional<std::uint64_t> placement, std::uint64_t most) {
   auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable,
                                              exports, std::move(label), placement);
   TRY(lease->fix(most));
