@@ -322,7 +322,7 @@ def read_or_refused(path: Path, copy: Path, kind: str) -> bool:
             found.append(gpufs.torch.load(path))
 
     check_limits(copy, load)
-    done = gpufs_here("inspect", "--json", copy, check=False)
+    done = gpufs_here("inspect", "--stats", "--json", copy, check=False)
     assert "internal error" not in done.stderr, done.stderr
     if not found:
         return False
