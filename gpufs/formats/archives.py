@@ -21,6 +21,7 @@ from gpufs.formats import FormatError
 from gpufs.formats.budget import BoundedFile, Budget
 from gpufs.formats.element_types import IN_SAFETENSORS
 from gpufs.formats.element_types import named as element_named
+from gpufs.formats.layout import MAX_EXTENT
 from gpufs.formats.safetensors import MAX_NAME, without_garbage_collection
 
 MAGIC: Final = b"PK\x03\x04"
@@ -39,7 +40,6 @@ _PICKLE: Final = "data.pkl"
 _MAX_PICKLE: Final = 1 << 26
 _MAX_DIMENSIONS: Final = 64
 _MAX_DEPTH: Final = 100
-_MAX_NUMBER: Final = (1 << 63) - 1
 _SHOWN: Final = 100  # characters of what a file contains, in messages
 # The names of safetensors for the storages of torch, or torch's where it has none. An untyped storage has its dtype in
 # the tensor.
@@ -233,15 +233,13 @@ def _need(condition: bool, what: str) -> None:
 def _numbers(values: Any) -> tuple[int, ...]:
     numbers: Any = values.shape if type(values) is Size else values
     _need(type(numbers) is tuple and len(numbers) <= _MAX_DIMENSIONS, "a shape or strides of another kind")
-    _need(
-        all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers), "a shape or strides that are no numbers"
-    )
+    _need(all(type(one) is int and 0 <= one <= MAX_EXTENT for one in numbers), "a shape or strides that are no numbers")
     return tuple(numbers)
 
 
 def _size(values: Any = ()) -> Size:
     size = Size(_numbers(values))
-    _need(prod(size.shape) <= _MAX_NUMBER, f"a tensor of more than {_MAX_NUMBER} elements")
+    _need(prod(size.shape) <= MAX_EXTENT, f"a tensor of more than {MAX_EXTENT} elements")
     return size
 
 
@@ -249,7 +247,7 @@ def _tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, _: Any = None, metadata: Any = None
 ) -> StoredTensor:
     """Do what torch._utils._rebuild_tensor_v2 does. The hooks before the metadata are ignored by torch.load, too."""
-    _need(type(storage) is Storage and type(offset) is int and 0 <= offset <= _MAX_NUMBER, "a tensor without a storage")
+    _need(type(storage) is Storage and type(offset) is int and 0 <= offset <= MAX_EXTENT, "a tensor without a storage")
     extents, steps = _size(shape).shape, _numbers(strides)
     _need(len(extents) == len(steps), f"a tensor of {len(extents)} extents and {len(steps)} strides")
     bits = metadata if type(metadata) is dict else {}
