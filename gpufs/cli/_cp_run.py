@@ -173,6 +173,7 @@ class Run(CopyReport):
         """Copy from or to URLs. Errors are printed and collected."""
         from gpufs.copying import store_copy  # other copies need none of it
 
+        self.has_limit = True
         options, exact = self._options, self._options.exact
         with _misuse("--"):
             check_options(options.of_each_copy, "a URL")
@@ -198,6 +199,7 @@ class Run(CopyReport):
         """Copy from or to another machine. Errors are printed and collected."""
         from gpufs.copying import host_copy
 
+        self.has_limit = True
         options = self._options
         with _misuse("--"):
             check_options(options.of_each_copy, "HOST:PATH")

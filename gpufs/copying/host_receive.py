@@ -28,12 +28,16 @@ from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, erro
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages
 from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded, HostChannel, HostProtocolError
-from gpufs.hosts.messages import HostRequest, plain
+from gpufs.hosts.messages import HostRequest, plain, shown
 from gpufs.hosts.next_host import NextHost
 from gpufs.hosts.nixl import LEAST_BYTES, SLOTS, Nixl, is_installed
 from gpufs.new_file import NewFile
 from gpufs.syscalls import write_at
 
+# Nobody has more: of the names that --delete compares, and of the path of a directory.
+_MOST_NAME_BYTES: Final = 512 << 20
+_MOST_PATH_BYTES: Final = 16 << 10
+_STEP_BYTES: Final = 1 << 30  # of a hole, between two looks at whether the copy is cancelled
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
 
 
@@ -56,9 +60,14 @@ class Receiver:
         self._failure = ""  # why there is none
         self._used: int | None = None  # the slot of the bytes that _next() has returned
         self._in_file = False  # bytes of a file are to come
+        self._left = 0  # how many
         self._path: list[str] = []  # the names of those folders
         self._names: dict[str, Literal["file", "directory"]] = {}  # what the source has, for request.delete
+        self._name_bytes = 0  # of those
         self._incomplete = False  # not all of it is there
+        self._planned = False  # the plan has come
+        self._offered = False  # and an offer
+        self._came: set[int] = set()  # the sources of which something has come
         self._made: set[str] = set()  # the files that this command has created from its sources
 
     def run(self) -> None:
@@ -66,10 +75,7 @@ class Receiver:
         try:
             while True:
                 message = self.channel.receive()
-                if self.next_host is not None and isinstance(
-                    message,
-                    (messages.Plan, messages.Enter, messages.Leave, messages.Link, messages.File, messages.FilesDone),
-                ):
+                if self.next_host is not None and isinstance(message, messages.OfSender):
                     self.next_host.pass_on(message)
                 match message:
                     case messages.Plan():
@@ -77,7 +83,7 @@ class Receiver:
                         self._prepare(message)
                     case messages.Offer():
                         self._measure(message)
-                    case memoryview():
+                    case memoryview() if self._offered:
                         pass  # measures the pipe
                     case messages.Measure():
                         self.channel.send(messages.Measured())
@@ -98,6 +104,8 @@ class Receiver:
                         self.sink.file_ended(path, error_class(message.error)(message.error, text, path))
                         self._incomplete = True
                     case messages.FilesDone():
+                        if len(self._came) < len(self.bases) and not self._incomplete:
+                            raise HostProtocolError("nothing has come of a source")
                         self._delete_others()
                         if self.next_host is not None:
                             self.next_host.finish()
@@ -115,9 +123,12 @@ class Receiver:
         """Report what could not be created, other than a file."""
         number, text = error.errno or errno.EIO, text_of(error)
         self.sink.file_ended(source, CopyError(number, text, source, destination))
-        self.channel.send(messages.Failed(number, plain(text), os.fsencode(destination)))
+        self.channel.send(messages.Failed(number, plain(text), shown(destination)))
 
     def _check_space(self, plan: messages.Plan) -> None:
+        if self._planned:
+            raise HostProtocolError("a second plan")
+        self._planned = True
         self.sink.planned(plan.size)
         if not (self.request.no_clobber or self.request.update):  # else nobody knows what is skipped
             with self.bases[0].filled() as (directory, place):
@@ -132,6 +143,7 @@ class Receiver:
         if not self._folders:
             if source >= len(self.bases):
                 raise HostProtocolError(f"source {source}")
+            self._came.add(source)
             return self.bases[source]._replace(follow=False)
         if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
             raise HostProtocolError(f"the name {name!r}")
@@ -157,6 +169,9 @@ class Receiver:
                 self._failure = error.strerror or str(error)
 
     def _measure(self, offer: messages.Offer) -> None:
+        if self._offered:
+            raise HostProtocolError("a second offer")
+        self._offered = True
         rate = 0.0
         try:
             if self._nixl is not None:
@@ -182,7 +197,7 @@ class Receiver:
     # ---- directories and links ----
 
     def _enter(self, message: messages.Enter) -> None:
-        if not self.request.recursive:
+        if not self.request.recursive or sum(map(len, self._path)) > _MOST_PATH_BYTES:
             raise HostProtocolError("a directory")
         entry = self._entry(message.source, message.name)
         self._name(message.name, "directory")
@@ -214,6 +229,8 @@ class Receiver:
             folder.close()
 
     def _link(self, message: messages.Link) -> None:
+        if not self.request.recursive or self.request.dereference:
+            raise HostProtocolError("a link")
         entry = self._entry(message.source, message.name)
         self._name(message.name, "file")
         if entry is None or self._is_skipped(entry):
@@ -231,14 +248,19 @@ class Receiver:
 
     def _name(self, name: bytes, kind: Literal["file", "directory"]) -> None:
         if self.request.delete:
-            below = [*self._path[1:], os.fsdecode(name)] if self._path else []
-            self._names["/".join(below)] = kind
+            below = "/".join([*self._path[1:], os.fsdecode(name)] if self._path else [])
+            self._names[below] = kind
+            self._name_bytes += len(below)
+            if self._name_bytes > _MOST_NAME_BYTES:
+                raise HostProtocolError("more names than can be compared")
 
     def _delete_others(self) -> None:
         if not self.request.delete or self._names.get("") != "directory":
             return
         if self._incomplete:
-            self.sink.noticed("nothing is deleted, for not all of the source can be read")
+            text = "nothing is deleted, for not all of the source can be read"
+            self.sink.noticed(text)
+            self.channel.send(messages.Notice(text))
             return
         delete_others(self.bases[0], self._names, Selection(*self.request.patterns), self.cancel, self)
 
@@ -252,7 +274,7 @@ class Receiver:
 
     def deleted(self, path: str) -> None:
         """Report what has been removed."""
-        self.channel.send(messages.Deleted(os.fsencode(path)))
+        self.channel.send(messages.Deleted(shown(path)))
         self.sink.deleted(path)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
@@ -288,14 +310,14 @@ class Receiver:
         source = os.fsdecode(file.path)
         entry = self._entry(file.source, file.name)
         self._name(file.name, "file")
-        self._in_file = True
+        self._in_file, self._left = True, file.size
         if entry is None:  # the directory is reported already
             self.channel.send(messages.FileResult(file.number, b"", errno.ECANCELED))
         elif self._is_skipped(entry) or self._is_current(entry, file):
-            self.channel.send(messages.FileResult(file.number, os.fsencode(entry.path), skipped=True))
+            self.channel.send(messages.FileResult(file.number, shown(entry.path), skipped=True))
             self.sink.file_ended(source, None)
         else:
-            path = os.fsencode(entry.path)
+            path = shown(entry.path)
             try:
                 stored = self._store(file, source, entry)
             except OSError as error:
@@ -324,7 +346,11 @@ class Receiver:
             message = self._take_slot(message)
         if isinstance(message, (messages.End, messages.Abandon)):
             self._in_file = False
-        elif not isinstance(message, (memoryview, messages.Hole, messages.InPlace)):
+        elif isinstance(message, (memoryview, messages.Hole)):
+            self._left -= len(message) if isinstance(message, memoryview) else message.size
+            if self._left < 0:
+                raise HostProtocolError("more bytes than the file has")
+        elif not isinstance(message, messages.InPlace):
             raise HostProtocolError("no bytes of a file")
         if self.next_host is not None and not isinstance(message, messages.InPlace):
             self.next_host.pass_on(message)
@@ -351,7 +377,9 @@ class Receiver:
                     in_place += written
                     done += written
                 elif isinstance(message, messages.Hole):
-                    checksum.skip(message.size)
+                    for start in range(0, message.size, _STEP_BYTES) if self.request.verify else ():
+                        self.channel.check()
+                        checksum.skip(min(message.size - start, _STEP_BYTES))
                     holes += message.size
                     done += message.size
                 else:
@@ -361,6 +389,8 @@ class Receiver:
                 self.sink.moved(source, done)
             if isinstance(message, messages.Abandon):
                 raise OSError(message.error, message.text)
+            if done < file.size:
+                raise OSError(errno.EIO, f"{file.size} bytes were promised, and {done} have come")
             if message.checksum != checksum.text:
                 text = f"the bytes have changed on the way: {message.checksum} was sent, {checksum.text} has come"
                 raise OSError(errno.EIO, text)
@@ -393,6 +423,7 @@ class Receiver:
                 ):
                     self.sink.moved(source, message.offset)
                     if message.last:
+                        self._left -= message.offset - offset
                         return message.offset
         raise HostProtocolError("not what was written")
 

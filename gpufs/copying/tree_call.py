@@ -15,6 +15,7 @@ from gpufs.copying.copier import Copier
 from gpufs.copying.entries import find_targets, kind_of
 from gpufs.copying.loop import TreeCopy
 from gpufs.copying.types import (
+    MOST_FAILURES,
     CopyError,
     CopyOptions,
     CopyProgress,
@@ -128,7 +129,8 @@ def copy_tree(
         if stop.cancelled:
             raise CopyError(errno.ECANCELED, "", source, destination)
         report.tick()
-    return results_of(report.outcomes, f"copies of {source}")
+    more = f" and {report.more} more" if report.more else ""
+    return results_of(report.outcomes, f"copies of {source}{more}")
 
 
 def _finder(
@@ -173,6 +175,8 @@ class _Report:
     ) -> None:
         self.warned = warn
         self.outcomes: list[Outcome] = []
+        self.more = 0  # failures that are not among them
+        self._failures = 0
         self._source = source
         self._progress = progress
         self._totals = Totals()
@@ -183,10 +187,21 @@ class _Report:
 
     def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         self._totals.end(source, outcomes)
-        self.outcomes += outcomes
+        for outcome in outcomes:
+            if isinstance(outcome, CopyError):
+                self._fail(outcome)
+            else:
+                self.outcomes.append(outcome)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
-        self.outcomes.append(copy_error(error, source or self._source, destination))
+        self._fail(copy_error(error, source or self._source, destination))
+
+    def _fail(self, error: CopyError) -> None:
+        self._failures += 1
+        if self._failures <= MOST_FAILURES:
+            self.outcomes.append(error)
+        else:
+            self.more += 1
 
     def skipped(self) -> None:
         """Nothing is to be reported."""
@@ -206,7 +221,7 @@ class _Report:
 
     def host_lost(self, hop: int, error: CopyError) -> None:
         """Take the failure of the other machine."""
-        self.outcomes.append(error)
+        self._fail(error)
 
     def deleted(self, path: str) -> None:
         """Nothing is deleted here."""

@@ -17,6 +17,10 @@ from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded, 
 
 Fastpath: TypeAlias = Literal["auto", "off", "require"]
 
+# That a report keeps: a server can cause any number.
+MOST_FAILURES: Final = 10_000
+_MOST_RUNNING: Final = 10_000  # files in a sum of progress
+
 # The name of a pipe, in messages.
 STREAM: Final = "-"
 
@@ -276,7 +280,8 @@ class Totals:
         """Take the progress of one copy. While it is verified, it stays at what it has moved."""
         if progress.phase == "copy":
             with self._lock:
-                self._running[source] = progress
+                if len(self._running) < _MOST_RUNNING or source in self._running:
+                    self._running[source] = progress
 
     def end(self, source: str, outcomes: Sequence[Outcome]) -> None:
         """Take what became of the copies of a file."""

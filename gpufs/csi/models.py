@@ -216,7 +216,7 @@ class Models:
             os.close(os.open(_KEEP, _NEW, 0o644, dir_fd=fd))
 
     def release(self, model: Model) -> None:
-        """Remove a model that no volume needs. Return when its memory is free. OSError or CallError if that fails."""
+        """Remove a model that no volume needs. Return when its memory is free. OSError if that fails."""
         with self._lock:
             fetch = self._fetches.get(model)
             if fetch is not None and model not in self._shown():
@@ -233,9 +233,9 @@ class Models:
         return [(device, name) for device, _, name in self._each() if (device, _plain(name)) not in needed]
 
     def remove_unneeded(self, device: str, name: str) -> None:
-        """Remove a directory, unless a volume needs it, anything shows it, or it is to stay. Errors as release()."""
-        # A volume is recorded before its model is looked for, which takes this lock.
-        with self._lock_of(device, _plain(name)), self._folder(device) as (folder, path):
+        """Remove a directory, unless a volume needs it, anything shows it, or it is to stay. OSError if that fails."""
+        # A volume is recorded before its model is looked for, which takes this lock. Without a mount there is nothing.
+        with suppress(CallError), self._lock_of(device, _plain(name)), self._folder(device) as (folder, path):
             if (device, _plain(name)) in self._needed() or self._is_bound(f"{path}/{name}") or _stays(folder, name):
                 return
             with suppress(FileNotFoundError):
@@ -338,6 +338,7 @@ class Models:
             with suppress(FileExistsError):
                 os.mkdir(partial, 0o755, dir_fd=folder)
             with closed_after(os.open(partial, _OPEN, dir_fd=folder)) as target, self._slots:
+                remove_tree(target, binding.CONTROL)  # of a try that has come that far
                 if fetch.cancelled.is_set():
                     raise CallError("ABORTED", "cancelled")
                 try:
@@ -444,7 +445,6 @@ def _open_folder(above: int, name: str, *, create: bool) -> int | None:
 
 def _seal(target: int, mark: Mark) -> None:
     """Add to the files of a model what a volume needs, and then the mark."""
-    remove_tree(target, binding.CONTROL)  # of a try that has come this far
     os.mkdir(binding.CONTROL, 0o755, dir_fd=target)
     os.mkdir(binding.RUN, 0o755, dir_fd=target)
     os.close(os.open(binding.SOCKET, _NEW, 0o644, dir_fd=target))
