@@ -81,11 +81,30 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).cpu().numpy()).hexdigest()[:16]
 
 
+def computed(model: Any, first: torch.Tensor, prompts: dict[int, torch.Tensor]) -> dict[str, Any]:
+    """Return what the model computes, and how long that takes."""
+    results: dict[Any, Any] = {}
+    forward_ms, device_ms = {}, {}
+    for length, tokens in prompts.items():
+        results[length] = digest(model(tokens).logits)
+        forward_ms[length] = measured(lambda tokens=tokens: model(tokens, logits_to_keep=1), 10)
+        device_ms[length] = replayed(lambda tokens=tokens: _logits(model, tokens))
+
+    def decode() -> Any:
+        return model.generate(first, max_new_tokens=_DECODED, min_new_tokens=_DECODED, do_sample=False)
+
+    results["tokens"] = decode()[0, 16:].tolist()
+    device_ms[1] = replayed(lambda: _logits(model, first[:, :1]))
+    times = {"forward_ms": forward_ms, "device_ms": device_ms, "decode_ms": measured(decode, 3) / _DECODED}
+    return {"results": results, **times}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("--make", type=int, default=0)
     parser.add_argument("--tokens", default="512")
+    parser.add_argument("--start-only", action="store_true", help="load twice, and compute one token alone")
     parser.add_argument(
         "--hold", action="store_true", help="load, print the free memory, and wait for the end of input"
     )
@@ -116,25 +135,12 @@ def main() -> None:
             "load_s": loaded - begun,
             "gpu_gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,
             "mod_16": dict(Counter(weight.data_ptr() % 16 for weight in model.parameters())),
-            "forward_ms": {},
-            "device_ms": {},
-            "results": {},
         }
-        for length in (int(word) for word in args.tokens.split(",")):
-            tokens = prompt(length)
-            report["results"][length] = digest(model(tokens).logits)
-            report["forward_ms"][length] = measured(lambda tokens=tokens: model(tokens, logits_to_keep=1), 10)
-            report["device_ms"][length] = replayed(lambda tokens=tokens: _logits(model, tokens))
-
-        def decode() -> Any:
-            return model.generate(first, max_new_tokens=_DECODED, min_new_tokens=_DECODED, do_sample=False)
-
-        report["results"]["tokens"] = decode()[0, 16:].tolist()
-        report["device_ms"][1] = replayed(lambda: _logits(model, first[:, :1]))
-        report["decode_ms"] = measured(decode, 3) / _DECODED
+        if not args.start_only:
+            report |= computed(model, first, {length: prompt(length) for length in map(int, args.tokens.split(","))})
         del model
         begun = time.perf_counter()
-        model = load(args.model)
+        load(args.model)
         report["second_load_s"] = time.perf_counter() - begun
     print(json.dumps(report))
 

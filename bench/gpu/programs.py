@@ -34,10 +34,10 @@ _FREE: Final = "import torch; print(torch.cuda.mem_get_info()[0])"
 _FIGURES: Final = (
     ("first_token_s", "process start to first token, s"),
     ("import_s", "of it imports, s"),
+    ("rest_s", "the rest, s"),
     ("load_s", "first load, s"),
     ("second_load_s", "second load, s"),
     ("gpu_gib", "GPU memory of the program, GiB"),
-    ("decode_ms", "decode of one token, ms"),
 )
 
 
@@ -55,7 +55,7 @@ def command_of(way: str, model: Path, *options: str) -> tuple[list[str], dict[st
     """Return the command of a program and its environment."""
     words = [GPUFS, "run", "--"] if way == IN_PLACE else []
     # Where Python may not store compiled modules, compiling takes most of the time to the first token.
-    compiled = {"PYTHONPYCACHEPREFIX": str(Path(tempfile.gettempdir(), "gpufs-programs-compiled"))}
+    compiled = {"PYTHONPYCACHEPREFIX": str(Path(tempfile.gettempdir(), "gpufs-programs-compiled")), "TQDM_DISABLE": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | compiled
     return [*words, sys.executable, PROGRAM, str(model), *options], environment
 
@@ -65,7 +65,7 @@ def run(way: str, model: Path, *options: str) -> dict[str, Any]:
     command, environment = command_of(way, model, *options)
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return report
+    return report | {"rest_s": report["first_token_s"] - report["import_s"]}
 
 
 def free_memory(way: str, model: Path, count: int) -> list[int]:
@@ -122,14 +122,13 @@ def print_table(reports: dict[str, list[dict[str, Any]]]) -> bool:
 
     for key, title in _FIGURES:
         row(title, {way: [report[key] for report in reports[way]] for way in ways})
-    for length in reports[TMPFS][0]["forward_ms"]:
-        title = f"forward of {length} tokens, ms"
-        row(title, {way: [report["forward_ms"][length] for report in reports[way]] for way in ways})
-    for length in reports[TMPFS][0]["device_ms"]:
-        title = f"the device alone, {length} tokens, ms"
-        row(title, {way: [report["device_ms"][length] for report in reports[way]] for way in ways})
+    computed = {way: [report for report in reports[way] if "results" in report] for way in ways}
+    for key, title in (("forward_ms", "forward of {} tokens, ms"), ("device_ms", "the device alone, {} tokens, ms")):
+        for length in computed[TMPFS][0][key]:
+            row(title.format(length), {way: [report[key][length] for report in computed[way]] for way in ways})
+    row("decode of one token, ms", {way: [report["decode_ms"] for report in computed[way]] for way in ways})
     print(f"{'addresses of weights mod 16':34}" + "".join(f"{reports[way][0]['mod_16']!s:>24}" for way in ways))
-    results = {way: {json.dumps(report["results"]) for report in reports[way]} for way in ways}
+    results = {way: {json.dumps(report["results"]) for report in computed[way]} for way in ways}
     equal = len(set.union(*results.values())) == 1
     print(f"logits and tokens: {'bit-equal in all runs' if equal else f'DIFFERENT: {results}'}")
     return equal
@@ -139,6 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=14, help="0.36 GiB each, beside 2.3 GiB (default: 14)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each way runs (default: 3)")
+    parser.add_argument(
+        "--computing", type=int, default=1, help="in how many rounds the programs also compute (default: 1)"
+    )
     parser.add_argument("--tokens", default="512,2048,8192", help="lengths of the forward passes")
     parser.add_argument("--together", type=int, default=0, metavar="N", help="also the memory of 1 to N programs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the medians there")
@@ -153,12 +155,15 @@ def main() -> None:
             header = int.from_bytes(file.open("rb").read(8), "little")
             print(f"{file.name}: {file.stat().st_size / 2**30:.2f} GiB, data begins at {(8 + header) % 256} mod 256")
         reports: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        run(IN_PLACE, device / model.name, "--start-only")  # compiles Python's modules
         for number in range(1, args.rounds + 1):
+            options = ["--tokens", args.tokens] if number <= args.computing else ["--start-only"]
             for way in WAYS:
                 source = model if way == TMPFS else device / model.name
-                report = run(way, source, "--tokens", args.tokens)
+                report = run(way, source, *options)
                 reports[way].append(report)
-                print(f"round {number}, {way}: {report['first_token_s']:.1f} s to the first token", flush=True)
+                times = ", ".join(f"{key} {report[key]:.2f}" for key in ("first_token_s", "import_s", "load_s"))
+                print(f"round {number}, {way}: {times}", flush=True)
         equal = print_table(reports)
         memory: list[dict[str, Any]] = []
         if args.together:

@@ -4,12 +4,13 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from gpufs import mounting
-from gpufs.cli._files import files_of, held_bytes, parked_bytes
+from gpufs import mounting, safe_path
+from gpufs.cli._files import Found, files_of, held_bytes, parked_bytes
 from gpufs.cli._output import Failure, bytes_text
+from gpufs.syscalls import closed_after, path_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,16 @@ def files_below(paths: Sequence[str]) -> list[File]:
     """Return each file at or below the paths once. Failure if one cannot be moved at all: nothing has changed then."""
     found: dict[tuple[int, int], File] = {}
     for path in paths:
-        for name, status in _files(path):
+        for each in _files(path):
             try:
-                if not stat.S_ISREG(status.st_mode):
-                    raise Failure(f"{name}: is not a regular file; no file has changed")
-                found[status.st_dev, status.st_ino] = File(name, status, parked_bytes(name))
+                if not stat.S_ISREG(each.status.st_mode):
+                    raise Failure(f"{each.path}: is not a regular file; no file has changed")
+                inode = each.status.st_dev, each.status.st_ino
+                found[inode] = File(each.path, each.status, parked_bytes(each.place, follow=False))
             except FileNotFoundError:  # removed by now
                 pass
             except OSError as error:
-                raise Failure(f"{name}: {error.strerror}; no file has changed") from None
+                raise Failure(f"{each.path}: {error.strerror}; no file has changed") from None
     return list(found.values())
 
 
@@ -64,28 +66,41 @@ def change_each(paths: Sequence[str], done: str, change: Callable[[str], str], u
     unchanged: Counter[str] = Counter()
     try:
         for file in files:
-            if why := change(file.path):
-                unchanged[why] += 1
-            else:
-                changed.append(file)
+            with _opened(file) as place:
+                if why := change(place):
+                    unchanged[why] += 1
+                else:
+                    changed.append(file)
     except OSError as error:
         for file in changed:
-            with suppress(OSError):
-                undo(file.path)
+            with suppress(OSError), _opened(file) as place:
+                undo(place)
         raise failed(paths, files, error) from None
     report(done, (file.held for file in changed), unchanged)
 
 
-def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:
+@contextmanager
+def _opened(file: File) -> Iterator[str]:
+    """Yield a path that leads to the file whatever others do to its directories. OSError with the file's own path."""
     try:
-        status = os.stat(path)
+        with closed_after(safe_path.open_path(file.path, os.O_PATH)) as fd:
+            yield path_of(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.path) from None
+
+
+def _files(path: str) -> Iterator[Found]:
+    try:
+        with safe_path.located(path) as place:
+            status = os.stat(place.name, dir_fd=place.directory, follow_symlinks=False)
+            if status.st_dev not in mounting.by_device():
+                raise Failure(f"{path}: is not on a gpufs mount (gpufs status lists those)")
+            if not stat.S_ISDIR(status.st_mode):
+                yield Found(path, status, place.directory, place.name)
+                return
+            real = place.path
     except OSError as error:
         raise Failure(f"{path}: {error.strerror}") from None
-    if status.st_dev not in mounting.by_device():
-        raise Failure(f"{path}: is not on a gpufs mount (gpufs status lists those)")
-    if not stat.S_ISDIR(status.st_mode):
-        yield path, status
-        return
-    for file, found in files_of(os.path.realpath(path), recursive=True):
-        if found.st_blocks:
-            yield file, found
+    for found in files_of(real, recursive=True):
+        if found.status.st_blocks:
+            yield found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from gpufs import mounting
+from gpufs import mounting, safe_path
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import closed_after, identity, os_error
 
@@ -161,7 +161,7 @@ def _move(paths: Sequence[str], ask: Callable[[Connection, Sequence[int]], None]
 
 
 def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) -> None:
-    with closed_after(os.open(path, os.O_PATH | os.O_CLOEXEC | flags)) as fd:
+    with closed_after(safe_path.open_path(path, os.O_PATH | flags)) as fd:
         st_dev = identity(fd).st_dev
         mounts = mounting.places_of(st_dev, path)
 

@@ -13,6 +13,7 @@ from gpufs.client._array import DeviceArray
 from gpufs.client._attach import Attachment
 from gpufs.exceptions import as_failure_of_mount, failure_of_mount
 from gpufs.formats import FormatError
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.versions import FileLayout
 from gpufs.modes import COPY_ON_WRITE
 from gpufs.syscalls import Closing
@@ -59,11 +60,11 @@ class Follower(Closing):
         self._refused: tuple[tuple[int, ...], Exception] | None = None  # a file as it was, and why it cannot be used
         # Read from the memory: the name may lead to another version already.
         try:
-            self._layout = FileLayout.read(
-                self.path,
+            file = BoundedFile(
                 attachment.size,
                 lambda offset, count: attachment.mapping.read(attachment.placement + offset, count) if count else b"",
             )
+            self._layout = FileLayout.read(self.path, file)
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from None
         self.metadata = self._layout.metadata

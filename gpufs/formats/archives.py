@@ -9,32 +9,36 @@ from __future__ import annotations
 
 import io
 import pickle
-import zipfile
+import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from gpufs.formats import FormatError
-from gpufs.formats.budget import TENSOR_BYTES, Budget
+from gpufs.formats.budget import BoundedFile, Budget
 from gpufs.formats.element_types import IN_SAFETENSORS
 from gpufs.formats.element_types import named as element_named
-from gpufs.formats.safetensors import without_garbage_collection
+from gpufs.formats.safetensors import MAX_NAME, without_garbage_collection
 
 MAGIC: Final = b"PK\x03\x04"
 EMPTY_MAGIC: Final = b"PK\x05\x06"  # of an archive without members
-_LOCAL_HEADER_BYTES: Final = 30
-# Where a member's local header has the lengths of the name and of the extra field, which come between it and the data.
-_NAME_LENGTH: Final = slice(26, 28)
-_EXTRA_LENGTH: Final = slice(28, 30)
-# The largest directory: zipfile keeps all of its entries at once, a few hundred thousand.
-_MAX_DIRECTORY: Final = 32 << 20
+_END: Final = struct.Struct("<4s4x2H2L2x")  # of the directory: members here and in all, its bytes and offset
+_LONG_END_PLACE: Final = struct.Struct("<4s4xQ4x")
+_LONG_END: Final = struct.Struct("<4s20x4Q")
+_ENTRY: Final = struct.Struct("<4s4x2H8x2L3H8xL")  # flags, method, bytes stored and of the content, lengths, offset
+_LOCAL: Final = struct.Struct("<4s22x2H")  # the lengths of the name and of the extra field, which precede the data
+_LONG_FIELD: Final = 1  # what an extra field has for numbers that do not fit
+_UTF8: Final = 1 << 11
+_ENCRYPTED: Final = 1
+_MAX_COMMENT: Final = (1 << 16) - 1
+_MEMBER_BYTES: Final = 256
 _PICKLE: Final = "data.pkl"
 _MAX_PICKLE: Final = 1 << 26
 _MAX_DIMENSIONS: Final = 64
 _MAX_DEPTH: Final = 100
-_MAX_NAME: Final = 4096
 _MAX_NUMBER: Final = (1 << 63) - 1
 _SHOWN: Final = 100  # characters of what a file contains, in messages
 # The names of safetensors for the storages of torch, or torch's where it has none. An untyped storage has its dtype in
@@ -71,80 +75,74 @@ class Member:
     bytes: int
 
 
-class _ZipInput(io.RawIOBase):
-    """A file for zipfile, over the function that reads."""
-
-    def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
-        self._size = size
-        self._read = read
-        self._position = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise OSError("a position before the start of the file")
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._size - self._position, 0)
-        count = left if size < 0 else min(size, left)
-        if count > _MAX_DIRECTORY:
-            raise FormatError(f"its directory has {count} bytes; at most {_MAX_DIRECTORY} are read")
-        data = self._read(self._position, count) if count else b""
-        self._position += len(data)
-        return data
-
-
-def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Member]:
+def read_members(file: BoundedFile) -> dict[str, Member]:
     """Find the members of a zip archive by name, in the order of its directory.
 
     FormatError if it is damaged, a member is compressed or encrypted, or two members overlap.
     """
-    try:
-        with zipfile.ZipFile(_ZipInput(size, read)) as archive:
-            listed = archive.infolist()
-    except FormatError as error:
-        raise FormatError(f"the zip archive is too large: {error}") from None
-    except (zipfile.BadZipFile, OSError, ValueError, OverflowError, UnicodeError, NotImplementedError) as error:
-        if not zipfile.is_zipfile(_ZipInput(size, read)):
-            raise FormatError("the zip archive has no directory at its end: the file is incomplete") from None
-        raise FormatError(f"the zip archive is damaged: {error}") from None
+    directory = _directory(file)
     members: dict[str, Member] = {}
-    for info in listed:
-        if info.is_dir():
+    place = 0
+    while place < len(directory):
+        if not directory.startswith(b"PK\1\2", place) or place + _ENTRY.size > len(directory):
+            raise FormatError("the zip archive is damaged: its directory has something that is not a member")
+        _, flags, method, stored, size, *lengths, offset = _ENTRY.unpack_from(directory, place)
+        begin, middle = place + _ENTRY.size, place + _ENTRY.size + lengths[0]
+        file.take(_MEMBER_BYTES + 4 * lengths[0])
+        extra = directory[middle : middle + lengths[1]]
+        name = directory[begin:middle].decode("utf-8" if flags & _UTF8 else "cp437", "replace")
+        place = middle + lengths[1] + lengths[2]
+        if name.endswith("/"):
             continue
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            how = "encrypted" if info.flag_bits & 1 else "compressed"
-            text = f"member {info.filename!r} is {how}, so its bytes are not in the file as they are"
+        size, stored, offset = _long_numbers(extra, size, stored, offset)
+        if method or flags & _ENCRYPTED:
+            how = "encrypted" if flags & _ENCRYPTED else "compressed"
+            text = f"member {name!r} is {how}, so its bytes are not in the file as they are"
             raise FormatError(f"{text}: numpy.load() reads compressed arrays")
-        if info.filename in members:
-            raise FormatError(f"member {info.filename!r} appears twice")
-        header = read(info.header_offset, _LOCAL_HEADER_BYTES) if info.header_offset < size else b""
-        if len(header) < _LOCAL_HEADER_BYTES or not header.startswith(MAGIC):
-            raise FormatError(f"no member begins at offset {info.header_offset}, where {info.filename!r} should be")
-        between = sum(int.from_bytes(header[place], "little") for place in (_NAME_LENGTH, _EXTRA_LENGTH))
-        member = Member(info.filename, info.header_offset + _LOCAL_HEADER_BYTES + between, info.file_size)
-        if member.offset + member.bytes > size:
-            raise FormatError(
-                f"member {member.name!r} ends at {member.offset + member.bytes}, and the archive has {size} bytes"
-            )
-        members[member.name] = member
+        if name in members:
+            raise FormatError(f"member {name!r} appears twice")
+        magic, *between = _LOCAL.unpack(file.read(offset, _LOCAL.size))
+        if magic != MAGIC or stored != size:
+            raise FormatError(f"no member of {size} bytes begins at offset {offset}, where {name!r} should be")
+        member = Member(name, offset + _LOCAL.size + sum(between), size)
+        if member.offset + size > file.size:
+            raise FormatError(f"member {name!r} ends at {member.offset + size}, and the archive has {file.size} bytes")
+        members[name] = member
     end = 0
     for member in sorted(members.values(), key=lambda each: each.offset):
         if member.offset < end:
             raise FormatError(f"member {member.name!r} overlaps the one before it")
         end = member.offset + member.bytes
     return members
+
+
+def _directory(file: BoundedFile) -> bytes:
+    """Return the bytes that list the members."""
+    start = max(file.size - _END.size - _MAX_COMMENT, 0)
+    tail = file.read(start, file.size - start)
+    place = tail.rfind(EMPTY_MAGIC, 0, len(tail) - _END.size + len(EMPTY_MAGIC))
+    if place < 0:
+        raise FormatError("the zip archive has no directory at its end: the file is incomplete")
+    *_, size, offset = _END.unpack_from(tail, place)
+    if place >= _LONG_END_PLACE.size:
+        magic, long_end = _LONG_END_PLACE.unpack_from(tail, place - _LONG_END_PLACE.size)
+        if magic == b"PK\6\7":
+            magic, *_, size, offset = _LONG_END.unpack(file.read(long_end, _LONG_END.size))
+            if magic != b"PK\6\6":
+                raise FormatError(f"the zip archive is damaged: its directory does not end at offset {long_end}")
+    return file.read(offset, size)
+
+
+def _long_numbers(extra: bytes, *numbers: int) -> list[int]:
+    """Return the numbers of a member, each from the extra field if that has it."""
+    place, long = 0, b""
+    while place + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, place)
+        place += 4 + length
+        if kind == _LONG_FIELD:
+            long = extra[place - length : place]
+    found = iter(struct.unpack_from(f"<{min(len(long) // 8, len(numbers))}Q", long))
+    return [next(found, number) if number == 0xFFFFFFFF else number for number in numbers]
 
 
 # ---- files of torch.save() ----
@@ -226,17 +224,22 @@ class _StorageType(NamedTuple):
 _TENSOR: Final = object()  # the class torch.Tensor
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
-    numbers = tuple(values) if type(values) in (tuple, list) else values.shape
-    if len(numbers) > _MAX_DIMENSIONS or not all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers):
+def _numbers(values: Any) -> tuple[int, ...]:
+    numbers: Any = values.shape if type(values) is Size else values
+    if type(numbers) is not tuple or len(numbers) > _MAX_DIMENSIONS:
+        raise FormatError(
+            f"a tensor of the pickle has a shape or strides that are no {_MAX_DIMENSIONS} numbers or less"
+        )
+    if not all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers):
         raise FormatError("a tensor of the pickle has a shape or strides that are not unsigned numbers")
-    if prod(numbers) > _MAX_NUMBER:
-        raise FormatError(f"a tensor of the pickle has more than {_MAX_NUMBER} elements")
     return numbers
 
 
 def _size(values: Any = ()) -> Size:
-    return Size(_sizes(values))
+    size = Size(_numbers(values))
+    if prod(size.shape) > _MAX_NUMBER:
+        raise FormatError(f"a tensor of the pickle has more than {_MAX_NUMBER} elements")
+    return size
 
 
 def _tensor(
@@ -245,22 +248,15 @@ def _tensor(
     """Do what torch._utils._rebuild_tensor_v2 does. The hooks before the metadata are ignored by torch.load, too."""
     if type(storage) is not Storage or type(offset) is not int or not 0 <= offset <= _MAX_NUMBER:
         raise FormatError("a tensor of the pickle has no storage, or its offset is not an unsigned number")
-    extents, steps = _sizes(shape), _steps(strides)
+    extents, steps = _size(shape).shape, _numbers(strides)
     if len(extents) != len(steps):
         raise FormatError(f"a tensor of the pickle has {len(extents)} extents and {len(steps)} strides")
     bits = metadata if type(metadata) is dict else {}
-    unknown = [str(key)[:_SHOWN] for key in bits if key not in ("conj", "neg")]
-    if unknown:
-        raise FormatError(f"a tensor of the pickle has {unknown[0]!r}, which is not known: use torch.load()")
+    unknown = next((key for key in bits if key not in ("conj", "neg")), None)
+    if unknown is not None:
+        raise FormatError(f"a tensor of the pickle has {unknown!r}, which is not known: use torch.load()")
     tensor = StoredTensor(storage, storage.dtype, offset, extents, steps, bool(requires_grad))
     return tensor._replace(conjugated=bool(bits.get("conj")), negated=bool(bits.get("neg")))
-
-
-def _steps(values: Any) -> tuple[int, ...]:
-    numbers = tuple(values) if type(values) in (tuple, list) else ()
-    if not all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers):
-        raise FormatError("a tensor of the pickle has a shape or strides that are not unsigned numbers")
-    return numbers
 
 
 def _tensor_of_dtype(
@@ -328,19 +324,6 @@ def _complex(real: Any, imaginary: Any) -> complex:
     return complex(real, imaginary)
 
 
-def _encoded(text: Any, encoding: Any) -> bytes:
-    """Return what stands for bytes in protocol 2, which has none of Python 3."""
-    if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise FormatError("the pickle has bytes in an encoding that is not known")
-    return text.encode("latin-1")
-
-
-def _bytearray(content: Any = b"", encoding: Any = "latin-1") -> bytearray:
-    if type(content) is not bytes:
-        content = _encoded(content, encoding)
-    return bytearray(content)
-
-
 _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
     ("collections", "OrderedDict"): _ordered_dict,
     ("torch", "Size"): _size,
@@ -352,29 +335,91 @@ _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
     ("torch", "Tensor"): _TENSOR,
     ("torch", "device"): _device,
     ("torch.serialization", "_get_layout"): _layout,
-    ("_codecs", "encode"): _encoded,
     ("torch.storage", "UntypedStorage"): _StorageType("U8"),
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
     **{("torch", element.name): Dtype(dtype) for dtype, element in IN_SAFETENSORS.items() if element.dlpack >= 0},
     **{("torch", name): Dtype(name) for name in _OTHER_DTYPES},
-    # Protocol 2 has the names of Python 2.
-    **{(module, "bytearray"): _bytearray for module in ("builtins", "__builtin__")},
-    **{(module, "complex"): _complex for module in ("builtins", "__builtin__")},
+    ("builtins", "complex"): _complex,
 }
 
-# What one instruction of a pickle may add: an object, and its place in a container or in the memo.
-_STEP_BYTES: Final = 64
+# What an instruction of a pickle takes: it makes an object with its place in a container, or only gives it a place.
+_STEP_BYTES: Final = 96
+_PLACE_BYTES: Final = 32
+_SET_BYTES: Final = 192
+_WIDE_BYTES: Final = 4  # of a character beyond ASCII, beside what others take
+_LEAF_BYTES: Final = 1 << 10  # of a tensor and what names it, for the program
 # The instructions that torch.save() writes, in all protocols.
-_INSTRUCTIONS: Final = (
-    "PROTO FRAME STOP MARK GLOBAL STACK_GLOBAL REDUCE BUILD BINPERSID BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE "
-    "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 "
-    "BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
-    "APPEND APPENDS EMPTY_DICT SETITEM SETITEMS"
-).split()
+_PLACING: Final = (
+    "PROTO FRAME STOP BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE EMPTY_TUPLE BININT1"
+)
+_MAKING: Final = (
+    "MARK GLOBAL STACK_GLOBAL REDUCE BUILD BINPERSID BININT BININT2 LONG1 BINFLOAT TUPLE TUPLE1 TUPLE2 TUPLE3 "
+    "EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS"
+)
+# Those that make a text or bytes: how many bytes their length has.
+_TEXTS: Final = {"BINUNICODE": 4, "SHORT_BINUNICODE": 1, "BINUNICODE8": 8, "BINSTRING": 4, "SHORT_BINSTRING": 1}
+_BINARIES: Final = {"BINBYTES": 4, "SHORT_BINBYTES": 1, "BINBYTES8": 8}
 _ATOMS: Final = (str, int, float, complex, bool, bytes, type(None))
 _KEY_LEAVES: Final = (Dtype, Size, TorchDevice, TorchLayout)
 _DICTS: Final = (dict, OrderedDict, Counter)
 _CONTAINERS: Final = (*_DICTS, list, tuple)
+
+
+# ---- what makes objects of any size ----
+
+
+def _check_key(budget: Budget, key: Any) -> None:
+    """Check a key of a dict, or an item of a set: its hash must not take long, nor its text much memory."""
+    parts = key if type(key) is tuple and len(key) <= _MAX_DIMENSIONS else (key,)
+    for part in parts:
+        if not isinstance(part, _ATOMS if parts is key else (*_ATOMS, *_KEY_LEAVES)):
+            raise FormatError("the pickle has a dict or set with keys that are neither texts nor numbers")
+        if isinstance(part, (str, bytes)) and len(part) > MAX_NAME:
+            raise FormatError(f"the pickle has a dict or set with a key of {len(part)} characters")
+    budget.take(_STEP_BYTES)
+
+
+def _set(budget: Budget, items: Any = ()) -> set[Any]:
+    if type(items) not in (list, tuple):
+        raise FormatError("the pickle has a set of something that is not a list")
+    budget.take(_SET_BYTES)
+    made = set()
+    for item in items:
+        _check_key(budget, item)
+        made.add(item)
+    return made
+
+
+def _counter(budget: Budget, counts: Any = None) -> Counter[Any]:
+    if counts is not None and type(counts) is not dict:
+        raise FormatError("the pickle has a Counter of something that is not a dict")
+    made: Counter[Any] = Counter()
+    budget.take(_STEP_BYTES * len(counts or ()))
+    dict.update(made, counts or {})
+    return made
+
+
+def _encoded(budget: Budget, text: Any, encoding: Any) -> bytes:
+    """Return what stands for bytes in protocol 2, which has none of Python 3."""
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise FormatError("the pickle has bytes in an encoding that is not known")
+    budget.take(len(text))
+    return text.encode("latin-1")
+
+
+def _bytearray(budget: Budget, content: Any = b"", encoding: Any = "latin-1") -> bytearray:
+    if type(content) is not bytes:
+        content = _encoded(budget, content, encoding)
+    budget.take(len(content))
+    return bytearray(content)
+
+
+_LIMITED: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
+    ("collections", "Counter"): _counter,
+    ("_codecs", "encode"): _encoded,
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "set"): _set,
+}
 
 
 class _Unpickler(pickle._Unpickler):
@@ -386,34 +431,70 @@ class _Unpickler(pickle._Unpickler):
     # What the base class has and its types lack.
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
 
     def __init__(self, data: bytes, folder: str, members: Mapping[str, Member], budget: Budget) -> None:
-        super().__init__(io.BytesIO(data))
+        self._data = io.BytesIO(data)
+        super().__init__(self._data)
+        self.memo: list[Any] = []
         self.budget = budget
         self._folder = folder
         self._members = members
 
     def find_class(self, module: str, name: str) -> Any:
-        own = {"builtins.set": self._made_set, "__builtin__.set": self._made_set, "collections.Counter": self._counter}
-        allowed = _ALLOWED.get((module, name)) or own.get(f"{module}.{name}")
-        if allowed is None:
+        # Protocol 2 has the names of Python 2.
+        place = ("builtins" if module == "__builtin__" else module, name)
+        if place in _LIMITED:
+            return partial(_LIMITED[place], self.budget)
+        if place not in _ALLOWED:
             raise FormatError(
-                f"the pickle needs {f'{module}.{name}'[:_SHOWN]}, which is neither a plain tensor nor a container: use "
-                "torch.load(), if you trust the file's author"
+                f"the pickle needs {module[:_SHOWN]}.{name[:_SHOWN]}, which is neither a plain tensor nor a container: "
+                "use torch.load(), if you trust the file's author"
             )
-        return allowed
+        return _ALLOWED[place]
 
     def persistent_load(self, identifier: Any) -> Storage:
         """Return a storage: ("storage", type, key, location, number of elements)."""
         if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
             raise FormatError("the pickle refers to something that is not a storage")
         kind, key = identifier[1:3]
-        if type(kind) is not _StorageType or type(key) is not str:
+        if type(kind) is not _StorageType or type(key) is not str or len(key) > MAX_NAME:
             raise FormatError("the pickle refers to something that is not a storage")
         member = self._members.get(f"{self._folder}data/{key}")
         if member is None:
-            raise FormatError(f"the pickle refers to storage {key[:_SHOWN]!r}, which the archive does not have")
+            raise FormatError(f"the pickle refers to storage {key!r}, which the archive does not have")
         return Storage(kind.dtype, member)
+
+    # ---- instructions ----
+
+    def load_frame(self) -> None:
+        """Pass over the length of a frame: all of the pickle is in memory."""
+        self.read(8)
+
+    def load_global(self) -> None:
+        self.append(self.find_class(*(self._data.readline(MAX_NAME)[:-1].decode("utf-8") for _ in range(2))))
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        if type(arguments) is not tuple:
+            raise FormatError("the pickle calls something without a tuple of arguments")
+        self.stack[-1] = self.stack[-1](*arguments)
+
+    def load_memoize(self) -> None:
+        self.memo.append(self.stack[-1])
+
+    def load_binput(self) -> None:
+        self._put(self.read(1))
+
+    def load_long_binput(self) -> None:
+        self._put(self.read(4))
+
+    def _put(self, number: bytes) -> None:
+        place = int.from_bytes(number, "little")
+        if place > len(self.memo):
+            raise FormatError("the pickle numbers its objects in another order than torch.save() does")
+        self.memo[place : place + 1] = self.stack[-1:]
 
     def load_appends(self) -> None:
         items = self.pop_mark()
@@ -428,45 +509,19 @@ class _Unpickler(pickle._Unpickler):
         self.stack[-1].append(item)
 
     def load_setitems(self) -> None:
-        self._set(self.pop_mark())
+        self._set_items(self.pop_mark())
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
+        self._set_items([key, value])
 
-    def _set(self, items: list[Any]) -> None:
+    def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) not in _DICTS:
             raise FormatError("the pickle sets items of something that is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            self._check_key(key)
+            _check_key(self.budget, key)
             target[key] = value
-
-    def _check_key(self, key: Any) -> None:
-        # The hash of a nested tuple can take for ever.
-        if not isinstance(key, (*_ATOMS, *_KEY_LEAVES)) and not (
-            type(key) is tuple and all(isinstance(one, _ATOMS) for one in key)
-        ):
-            raise FormatError("the pickle has a dict or set with keys that are neither texts nor numbers")
-        self.budget.take(0)  # colliding keys take time
-
-    def _made_set(self, items: Any = ()) -> set[Any]:
-        if type(items) not in (list, tuple):
-            raise FormatError("the pickle has a set of something that is not a list")
-        made = set()
-        for item in items:
-            self.budget.take(_STEP_BYTES)
-            self._check_key(item)
-            made.add(item)
-        return made
-
-    def _counter(self, counts: Any = None) -> Counter[Any]:
-        if counts is not None and type(counts) is not dict:
-            raise FormatError("the pickle has a Counter of something that is not a dict")
-        made: Counter[Any] = Counter()
-        self.budget.take(_STEP_BYTES * len(counts or ()))
-        dict.update(made, counts or {})
-        return made
 
     def load_build(self) -> None:
         state = self.stack.pop()
@@ -475,30 +530,39 @@ class _Unpickler(pickle._Unpickler):
             raise FormatError("the pickle sets attributes of something that is not a dict of a module")
         if any(type(name) is not str or hasattr(OrderedDict, name) for name in state):
             raise FormatError("the pickle replaces attributes of a dict")
+        self.budget.take(_STEP_BYTES * len(state))
         vars(self.stack[-1]).update(state)
-
-
-def _within_budget(instruction: Callable[[Any], None]) -> Callable[[Any], None]:
-    def step(unpickler: _Unpickler) -> None:
-        unpickler.budget.take(_STEP_BYTES)
-        instruction(unpickler)
-
-    return step
 
 
 def _dispatch() -> dict[int, Callable[[Any], None]]:
     """Return what carries out each instruction, by its code."""
-    own = {
-        "APPEND": _Unpickler.load_append,
-        "APPENDS": _Unpickler.load_appends,
-        "SETITEM": _Unpickler.load_setitem,
-        "SETITEMS": _Unpickler.load_setitems,
-        "BUILD": _Unpickler.load_build,
-    }
-    table = {}
-    for name in _INSTRUCTIONS:
-        code = getattr(pickle, name)[0]
-        table[code] = _within_budget(own.get(name, pickle._Unpickler.dispatch[code]))
+    table: dict[int, Callable[[Any], None]] = {}
+
+    def add(name: str, cost: int, instruction: Callable[[Any], None]) -> None:
+        def step(unpickler: _Unpickler) -> None:
+            unpickler.budget.take(cost)
+            instruction(unpickler)
+
+        table[getattr(pickle, name)[0]] = step
+
+    def add_text(name: str, width: int, make: Callable[[bytes], Any]) -> None:
+        def load(unpickler: _Unpickler) -> None:
+            count = int.from_bytes(unpickler.read(width), "little")
+            unpickler.budget.take(2 * count)
+            data = unpickler.read(count)
+            if make is not bytes and not data.isascii():
+                unpickler.budget.take(_WIDE_BYTES * count)
+            unpickler.append(make(data))
+
+        add(name, _STEP_BYTES, load)
+
+    for names, cost in ((_PLACING, _PLACE_BYTES), (_MAKING, _STEP_BYTES)):
+        for name in names.split():
+            own = getattr(_Unpickler, f"load_{name.lower()}", None)
+            add(name, cost, own or pickle._Unpickler.dispatch[getattr(pickle, name)[0]])
+    for texts, make in ((_TEXTS, partial(str, encoding="utf-8", errors="surrogatepass")), (_BINARIES, bytes)):
+        for name, width in texts.items():
+            add_text(name, width, make)
     return table
 
 
@@ -511,25 +575,24 @@ def pickle_name(names: Mapping[str, Member]) -> str | None:
 
 
 @without_garbage_collection()
-def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
+def read_torch_archive(file: BoundedFile, members: Mapping[str, Member]) -> Any:
     """Read what torch.save() has written, with a Leaf in the place of each tensor, storage, dtype and size.
 
     FormatError if it is damaged, or its pickle needs more than tensors and containers, or more time or memory than
     headers may take.
     """
-    members = read_members(size, read)
     name = pickle_name(members)
     if name is None:
         raise FormatError("the zip archive has no data.pkl, so it is not a file of torch.save()")
     folder = name.removesuffix(_PICKLE)
     order = members.get(f"{folder}byteorder")
-    if order is not None and read(order.offset, min(order.bytes, _SHOWN)).strip() != b"little":
+    if order is not None and file.read(order.offset, min(order.bytes, _SHOWN)).strip() != b"little":
         raise FormatError("the tensors were written on a machine of another byte order: load them with torch.load()")
     place = members[name]
     if place.bytes > _MAX_PICKLE:
         raise FormatError(f"the pickle has {place.bytes} bytes; at most {_MAX_PICKLE} are read")
     try:
-        return _Unpickler(read(place.offset, place.bytes), folder, members, Budget()).load()
+        return _Unpickler(file.read(place.offset, place.bytes), folder, members, file).load()
     except FormatError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
@@ -537,25 +600,25 @@ def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
         raise FormatError(f"the pickle is damaged: {type(error).__name__}: {text}") from None
 
 
-def named(value: Any) -> Iterator[tuple[str, StoredTensor]]:
+def named(value: Any, budget: Budget) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors in what read_torch_archive() returns. Names are the keys and positions that lead to them.
 
     FormatError if it is nested too deeply, or what it shares makes too many names.
     """
-    budget = Budget()
     without: set[int] = set()  # containers that lead to no tensor
 
     def below(value: Any, name: str, depth: int) -> Iterator[tuple[str, StoredTensor]]:
         if isinstance(value, StoredTensor):
-            budget.take(TENSOR_BYTES + len(name))
+            budget.take(_LEAF_BYTES // 2 + len(name))
             yield name, value
         elif type(value) in _CONTAINERS and id(value) not in without:
             budget.take(_STEP_BYTES)
             _check_depth(depth)
             found = False
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                budget.take(0)
                 path = f"{name}.{key}" if name else str(key)
-                if len(path) > _MAX_NAME:
+                if len(path) > MAX_NAME:
                     raise FormatError(f"the name {path[:_SHOWN]!r}... has {len(path)} characters")
                 for pair in below(item, path, depth + 1):
                     found = True
@@ -571,22 +634,25 @@ def _check_depth(depth: int) -> None:
         raise FormatError(f"the pickle has containers that are nested more than {_MAX_DEPTH} deep")
 
 
-def restore(value: Any, make: Callable[[Leaf], Any]) -> Any:
+def restore(value: Any, make: Callable[[Leaf], Any], budget: Budget) -> Any:
     """Return the object that was saved. ``make`` makes what stands for a leaf; what was one object stays one."""
     known: dict[int, Any] = {}
 
     def made(value: Any, depth: int) -> Any:
         if isinstance(value, (StoredTensor, Storage, *_KEY_LEAVES)):
             if id(value) not in known:
+                attributes = (isinstance(value, StoredTensor) and value.attributes) or {}
+                budget.take(_LEAF_BYTES + _STEP_BYTES * len(attributes))
                 known[id(value)] = leaf = make(value)  # first: its attributes may lead to it
-                if isinstance(value, StoredTensor) and value.attributes:
-                    vars(leaf).update(made(value.attributes, depth + 1))
+                if attributes:
+                    vars(leaf).update(made(attributes, depth + 1))
             return known[id(value)]
         if type(value) not in (*_CONTAINERS, set):
             return value
         if id(value) in known:
             return known[id(value)]
         _check_depth(depth)
+        budget.take(_STEP_BYTES * (1 + len(value)))
         if type(value) is tuple:
             known[id(value)] = result = tuple(made(item, depth + 1) for item in value)
             return result
@@ -599,6 +665,7 @@ def restore(value: Any, make: Callable[[Leaf], Any]) -> Any:
             for key, item in value.items():  # update() of a Counter adds
                 result[made(key, depth + 1)] = made(item, depth + 1)
         if type(value) is OrderedDict:
+            budget.take(_STEP_BYTES * len(vars(value)))
             vars(result).update(vars(value))
         return result
 

@@ -7,13 +7,15 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Final
+from typing import BinaryIO, Final
 
 from gpufs.formats import FormatError
-from gpufs.formats.safetensors import MAX_HEADER_BYTES, parse_json
+from gpufs.formats.budget import BoundedFile
+from gpufs.formats.safetensors import parse_json
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 FILE_NAME: Final = "model.safetensors"
+_TENSOR_BYTES: Final = 256  # what the place of a tensor takes, besides the path
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,7 @@ def find_files(path: str | os.PathLike[str]) -> CheckpointFiles:
         name = found
     if not name.endswith(".json"):
         return CheckpointFiles((name,))
-    folder = os.path.dirname(name)
-    places = {tensor: os.path.join(folder, file) for tensor, file in _read_index(name).items()}
+    places = _read_index(name)
     return CheckpointFiles(tuple(dict.fromkeys(places.values())), places)
 
 
@@ -66,32 +67,39 @@ def link_error(error: OSError, path: str) -> OSError:
 
 
 def _read_index(path: str) -> dict[str, str]:
-    """Return the file of each tensor, in the order of the file names."""
-    try:
-        places = parse_json(_read_text(path))["weight_map"]
-        for name in places.values():
-            parts = PurePosixPath(name).parts
-            if not parts or parts[0] == "/" or ".." in parts:
-                raise ValueError(f"{name!r} is not a file below the index")
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise FormatError(f"{path} is not an index of safetensors files: {error}") from None
+    """Return the path of the file of each tensor, in the order of the files' names."""
+    folder = os.path.dirname(path)
+    paths: dict[str, str] = {}
+    with open_file(path) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", path)
+        try:
+            file = BoundedFile.of(opened.fileno())
+            places = parse_json(file.read(0, file.size), file)["weight_map"]
+            for tensor, name in places.items():
+                file.take(_TENSOR_BYTES + len(folder) + len(name))
+                if name not in paths:
+                    parts = PurePosixPath(name).parts
+                    if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
+                        raise ValueError(f"{name[:100]!r} is not a file below the index")
+                    paths[name] = os.path.join(folder, name)
+                places[tensor] = paths[name]
+            if not places:
+                raise ValueError("it names no tensors")
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+            raise FormatError(f"{path}: it is not an index of safetensors files: {error}") from None
     return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
 def read_beginning(path: str, count: int) -> bytes | None:
-    """Return the first bytes of a file; None unless it is a regular one: others may have put anything there."""
+    """Return the first bytes of a file; None unless it is a regular one."""
+    with open_file(path) as file:
+        return file.read(count) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open a file, or whatever others have put there: it may be a FIFO without a writer."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except OSError as error:
         raise link_error(error, path) from None
-    with open(fd, "rb") as file:
-        return file.read(count) if stat.S_ISREG(os.fstat(fd).st_mode) else None
-
-
-def _read_text(path: str) -> str:
-    data = read_beginning(path, MAX_HEADER_BYTES + 1)
-    if data is None:
-        raise OSError(errno.EINVAL, "is not a regular file", path)
-    if len(data) > MAX_HEADER_BYTES:
-        raise ValueError(f"it has more than {MAX_HEADER_BYTES} bytes")
-    return data.decode("utf-8")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final, Self
 
 from gpufs.formats import FormatError
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.layout import Layout, TensorPlace
 from gpufs.formats.safetensors import RECORDS_KEY
-from gpufs.formats.table import Read, read_layout
+from gpufs.formats.table import NotInPlace, read_layout
 
 _REMEDY: Final = "Give the new version another name, and load that"
 
@@ -26,15 +26,18 @@ class FileLayout:
     layout: Layout | None
 
     @classmethod
-    def read(cls, name: str, size: int, read: Read) -> Self:
+    def read(cls, name: str, file: BoundedFile) -> Self:
         """Read the layout of a file, as :func:`read_layout` does. FormatError if its header is damaged."""
-        return cls(size, read_layout(name, size, read))
+        try:
+            return cls(file.size, read_layout(name, file))
+        except NotInPlace:
+            return cls(file.size, None)
 
     @classmethod
     def of_file(cls, fd: int, name: str, called: str | None = None) -> Self:
         """Read the layout of an open file. ``name``: its ending may decide the format; ``called``: in an error."""
         try:
-            return cls.read(name, os.fstat(fd).st_size, lambda offset, count: os.pread(fd, count, offset))
+            return cls.read(name, BoundedFile.of(fd))
         except FormatError as error:
             raise FormatError(f"{called or name}: {error}") from None
 

@@ -10,10 +10,12 @@ import json
 import os
 import stat
 from collections.abc import Iterable
+from errno import EBUSY, ENODATA, EOPNOTSUPP
 from pathlib import Path
 from typing import Any
 
 from gpufs.formats import FormatError, safetensors
+from gpufs.formats.budget import BoundedFile
 from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.integrations._sharing import Loaded, ModelServer, is_on_mount
 from gpufs.torch._tensor_file import TensorFile
@@ -21,13 +23,29 @@ from gpufs.units import bytes_text
 
 
 class ModelFiles:
-    """The files of a model as they are now."""
+    """The files of a model as they are now. directory: where its weights will be shared.
 
-    def __init__(self, files: Iterable[str]) -> None:
+    OSError EBUSY if a program has one attached for writing: what identifies it does not change with its contents then.
+    """
+
+    def __init__(self, files: Iterable[str], directory: Path) -> None:
+        self._directory = directory
         before = {file: _identity_before(file) for file in sorted(files)}
         # By file what changes whenever its contents do. Two copies of a model have different ones.
-        self.identities = {file: identity or _identity(file) for file, identity in before.items()}
+        self.identities = {file: identity or _identity(file, directory) for file, identity in before.items()}
         self.released = [file for file, identity in before.items() if identity is not None]  # have freed their tensors
+        for file in before:
+            if _attribute(file, "writers"):
+                raise OSError(EBUSY, "a program has it attached for writing", file)
+
+    def mode(self) -> int:
+        """Return a mode that lets nobody read a file who cannot read all of these."""
+        files = {Path(os.path.realpath(file)) for file in self.identities}
+        above = {parent for file in files for parent in file.parents}
+        above -= {self._directory, *self._directory.parents}  # of the published file, too
+        places = [*((path, 0o044) for path in files), *((path, 0o011) for path in above)]
+        all_may = all(path.stat().st_mode & bits == bits and not _has_access_list(path) for path, bits in places)
+        return 0o644 if all_may else 0o600
 
     def check(self, shared: SharedWeights) -> None:
         """Raise FormatError, with the remedy, if the model cannot be loaded because tensors are freed."""
@@ -49,7 +67,7 @@ class ModelFiles:
             if file in self.released:
                 continue
             try:
-                freed += _free_tensors(Path(file), identity)
+                freed += _free_tensors(Path(file), identity, self._directory)
             except (OSError, FormatError) as error:
                 reason = reason or str(error)
         return freed, reason
@@ -62,6 +80,8 @@ def release(server: ModelServer, loaded: Loaded, checkpoint: ModelFiles | None, 
     """
     if not server.all_agree(loaded.shared is not None):
         obstacle = "the weights of this engine are its own"
+    if obstacle is None and loaded.shared is not None:
+        loaded.shared.keep()
     if server.ranks.rank_in_group != 0:
         return
     freed = 0
@@ -77,9 +97,27 @@ def release(server: ModelServer, loaded: Loaded, checkpoint: ModelFiles | None, 
         )
 
 
-def _identity(path: str) -> list[Any]:
+def _identity(path: str, directory: Path) -> list[Any]:
     status = os.stat(path)
-    return [os.path.basename(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    # A new mode or name sets the change time, too, and leaves the contents. A mount counts how often these change, and
+    # gives no file the inode number of another one.
+    changes = _attribute(path, "changes") if status.st_dev == os.stat(directory).st_dev else 0
+    changed = f"{changes} changes" if changes else status.st_ctime_ns
+    return [os.path.basename(path), status.st_ino, status.st_size, status.st_mtime_ns, changed]
+
+
+def _attribute(path: str, name: str) -> int:
+    try:
+        return int(os.getxattr(path, f"user.gpufs.{name}"))
+    except OSError:  # not on a mount
+        return 0
+
+
+def _has_access_list(path: Path) -> bool:
+    try:
+        return bool(os.getxattr(path, "system.posix_acl_access"))
+    except OSError as error:
+        return error.errno not in (ENODATA, EOPNOTSUPP)
 
 
 def _identity_before(path: str) -> list[Any] | None:
@@ -92,15 +130,14 @@ def _identity_before(path: str) -> list[Any] | None:
             length = safetensors.header_bytes(file.read(safetensors.LENGTH_BYTES), size)
             if safetensors.LENGTH_BYTES + length < size:
                 return None
-            identity = safetensors.parse_json(
-                safetensors.parse_json(file.read(length).decode())["__metadata__"][safetensors.RELEASED_KEY]
-            )
-    except (OSError, ValueError, KeyError, TypeError):
+            metadata = safetensors.parse_json(file.read(length))["__metadata__"]
+            identity = safetensors.parse_json(metadata[safetensors.RELEASED_KEY].encode())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # the server reports what is wrong with it
     return identity if type(identity) is list else None
 
 
-def _free_tensors(path: Path, identity: list[Any]) -> int:
+def _free_tensors(path: Path, identity: list[Any], directory: Path) -> int:
     """Replace a file by its header; return the bytes that this frees. FormatError if it must stay as it is."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -110,12 +147,11 @@ def _free_tensors(path: Path, identity: list[Any]) -> int:
     if status.st_uid != os.geteuid():
         raise FormatError(f"{path} belongs to user {status.st_uid}")
     with path.open("rb", buffering=0) as file:
-        length = safetensors.header_bytes(file.read(safetensors.LENGTH_BYTES), status.st_size)
-        header = safetensors.parse_header(file.read(length), status.st_size - safetensors.LENGTH_BYTES - length)
+        _, header = safetensors.read_header(BoundedFile.of(file.fileno()))
     metadata = {**(header.metadata or {}), safetensors.RELEASED_KEY: json.dumps(identity)}
     with TensorFile(path) as new:
         new.write(safetensors.build_header(header.entries.items(), metadata))
-        if _identity(str(path)) != identity:
+        if _identity(str(path), directory) != identity:
             raise FormatError(f"{path} has changed since it was loaded")
         new.take_name()
     return status.st_size

@@ -16,11 +16,11 @@ from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
 from gpufs.integrations import _sharing
 from gpufs.integrations._checkpoint import ModelFiles, release
 from gpufs.integrations._module_state import ModuleState
-from gpufs.integrations._shared_weights import Phases, SharedWeights
+from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.torch import load_file
 
 pieces, _MISSING = _sharing.private_pieces("_sglang_pieces")
-logger = logging.getLogger(__name__)
+logger = _sharing.Log(logging.getLogger(__name__))
 
 
 class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -46,11 +46,9 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if not self._settings.share or pieces is None:
             return load_own()  # type: ignore[no-any-return]
         sleeps = pieces.uses_memory_saver()
-        phases = Phases()
         checkpoint, shared = self._find_shared(model_config, device_config)
         if sleeps:
             _sharing.check_sleep("--enable-memory-saver", shared)
-        phases.end("find the file")
 
         def load() -> torch.nn.Module:
             if checkpoint is not None and shared is not None:
@@ -60,7 +58,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         server = _sharing.ModelServer(
             logger=logger,
             load=load,
-            build=partial(pieces.build, phases, self.load_config, model_config),
+            build=partial(pieces.build, self.load_config, model_config),
             restored_on_failure=pieces.restored_on_failure,
             reason_against=lambda model: pieces.reason_against(model) or self._reason_against(),
             attributes=lambda _: self._attributes,
@@ -68,7 +66,6 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             ranks=pieces.ranks(),
             released=checkpoint is not None and bool(checkpoint.released),
             sleeps=sleeps,
-            phases=phases,
         )
         loaded = _sharing.get_model(server, shared)
         if not self._settings.keep_checkpoint:
@@ -92,12 +89,12 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 device = torch.device(name if name == "cpu" else f"{name}:{device_config.gpu_id}")
                 directory = _sharing.device_directory(device, model_config.model_path, self._settings.mount)
                 _, files, _ = self._prepare_weights(model_config.model_path, model_config.revision, False)
-                checkpoint = ModelFiles(files)
+                checkpoint = ModelFiles(files, directory)
                 key = pieces.weights_key(model_config, self.load_config, [*checkpoint.identities.values()])
-                draft = model_config.is_draft_model
+                draft, trusted = model_config.is_draft_model, self._settings.trusted
                 label = _sharing.weights_label(model_config.model_path, "sglang", key, ("pp", "tp"), is_draft=draft)
-                return checkpoint, SharedWeights(directory, "sglang", label, key, self._settings.trusted)
-        except _sharing.NoDirectoryError as error:
+                return checkpoint, SharedWeights(directory, "sglang", label, key, trusted, checkpoint.mode())
+        except (_sharing.NoDirectoryError, OSError) as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001  SGLang's pieces are private and may fail in any way
             reason = repr(error)

@@ -27,8 +27,8 @@ from sglang.srt.weight_cache.protocol import is_ipc_quant_supported
 
 from gpufs.integrations._module_state import set_attributes
 from gpufs.integrations._sglang_sleep import sleep_with_memory_saver as sleep_with_memory_saver
-from gpufs.integrations._shared_weights import OpenWeights, Phases, fill
-from gpufs.integrations._sharing import device_name
+from gpufs.integrations._shared_weights import OpenWeights, fill
+from gpufs.integrations._sharing import device_name, has_no_effect_on_weights
 
 # An attribute of a module: why its weights cannot be changed. SGLang answers requests to change them with this text.
 REASON_AGAINST_CHANGES = "_derived_weight_cache_error"
@@ -107,6 +107,7 @@ def weights_key(model_config: Any, load_config: Any, files: Sequence[list[Any]])
         "torch": torch.__version__,
         "device": device_name(),
         "files": files,
+        "form": 1,  # of the file
     }
     text = json.dumps(settings, sort_keys=True, default=str)
     return {
@@ -119,7 +120,7 @@ def weights_key(model_config: Any, load_config: Any, files: Sequence[list[Any]])
 
 
 def _is_setting(variable: str) -> bool:
-    return variable.startswith("SGLANG_") and variable != "SGLANG_RUN_ID"
+    return variable.startswith("SGLANG_") and not has_no_effect_on_weights(variable)
 
 
 def _settings() -> dict[str, Any]:
@@ -135,16 +136,14 @@ def _settings() -> dict[str, Any]:
     }
 
 
-def build(phases: Phases, load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn.Module:
+def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn.Module:
     """Build a model in the file's memory, as SGLang's loader for its weight cache does. Raises what SGLang raises."""
     quantisation = _get_quantization_config(model_config, load_config)
     with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):
             model: torch.nn.Module = _initialize_model(model_config, load_config, quantisation)
-        phases.end("build the model")
         expected = {name: (tensor.shape, tensor.dtype) for name, tensor in model.named_parameters()}
         fill(model, weights)
-        phases.end("fill it")
     set_attributes(model, weights.attributes)
     rebind(model)
     for prefix, module in model.named_modules():
@@ -154,7 +153,6 @@ def build(phases: Phases, load_config: Any, model_config: Any, weights: OpenWeig
     for name, parameter in model.named_parameters():
         if name in expected and expected[name] != (parameter.shape, parameter.dtype):
             raise RuntimeError(f"{name} has another shape or dtype than this engine expects")
-    phases.end("finish it")
     return model.eval()
 
 

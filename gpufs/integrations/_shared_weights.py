@@ -13,9 +13,11 @@ import hashlib
 import json
 import os
 import re
+import shlex
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import ENOSPC
 from pathlib import Path
@@ -24,36 +26,23 @@ from typing import Any
 import torch
 
 from gpufs.formats import FormatError
-from gpufs.new_file import NewFile, has_name
-from gpufs.syscalls import closed_after, path_of
+from gpufs.new_file import has_name
+from gpufs.syscalls import closed_after
 from gpufs.torch import publish
 from gpufs.torch._file import Checkpoint
 from gpufs.torch._module import named_tensors
+from gpufs.torch._record import UNSAVED_BUFFER
+from gpufs.units import bytes_text
 
 METADATA_KEY = "gpufs.engine"
 # Smaller tensors become private copies: biases, norms, and scales, which engines may change.
 SMALLEST_SHARED = 64 << 10
 _RETRY_SECONDS = 0.2
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
-
-class Phases:
-    """Where the time of one load goes. Each phase begins where the one before it ends, the first with this object."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    def end(self, name: str) -> None:
-        """Note the end of a phase. Phases of one name add up."""
-        now = time.perf_counter()
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def __str__(self) -> str:
-        """Return a text such as "0.21 seconds (attach 0.02, build the model 0.19)"."""
-        parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self._seconds.items())
-        return f"{time.perf_counter() - self._start:.3f} seconds" + (f" ({parts})" if parts else "")
+_SUFFIX = ".safetensors"
+# Of a file that is the only copy of its weights.
+_ONLY_COPY = "user.gpufs-only-copy"
+_ROW_BYTES = 8192  # of which the digest takes one number
+_MOST_ROWS = 4096  # multiplied at a time on a GPU, which needs memory for them
 
 
 @dataclass(frozen=True)
@@ -70,12 +59,20 @@ class OpenWeights:
     bytes: int
     private: bool
 
+    def keep(self) -> None:
+        """Note in the file that it is the only copy of the weights."""
+        with suppress(OSError):
+            os.setxattr(self.path, _ONLY_COPY, b"1")
+
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Where weights with a key are, or will be."""
+    """Where weights with a key are, or will be.
 
-    directory: Path  # the directory of a device. The file is in ``folder`` there.
+    Each user has a directory of their own on a device, so that nobody else can put a file in the place of another.
+    """
+
+    directory: Path  # the directory of a device. The file is in one of ``folder`` there.
     # Names that people read, such as "vllm" and "Qwen3-8B".
     folder: str
     label: str
@@ -83,103 +80,116 @@ class SharedWeights:
     # Names or numbers of users whose files may be used, besides this program's user, root, and the owner of the
     # directory. "*" stands for all.
     trusted: tuple[str, ...] = ()
+    mode: int = 0o644  # of the file, at most
 
     @property
     def path(self) -> Path:
-        """The file. Its name ends with a digest of the key."""
+        """The file that this program writes. Its name ends with a digest of the key."""
         label = re.sub(r"[^\w.-]+", "-", self.label).strip("-.")[:100] or "model"
-        return self.directory / self.folder / f"{label}-{_digest_of(_json(self.key))[:16]}.safetensors"
+        return self.directory / self._folder_of(os.geteuid()) / f"{label}{self._suffix}"
 
-    def open(self, *, verify: bool = True, phases: Phases | None = None) -> OpenWeights | None:
-        """Attach the weights. None if there are none, or they are being written.
+    @property
+    def _suffix(self) -> str:
+        return f"-{_digest_of(_json(self.key))[:16]}{_SUFFIX}"
 
-        ``verify``: compare the contents with the digest, which reads them once, in device memory. FormatError: the file
-        is damaged, or has another key. PermissionError: its owner is not trusted. OSError: it cannot be attached.
-        """
-        try:
-            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return None
-        try:
-            status = os.fstat(file)
-            if not status.st_size:
-                return None
-            if not self._is_trusted(status.st_uid):
-                raise PermissionError(f"{self.path} belongs to user {status.st_uid}, who is not trusted")
-            # The file whose owner was checked, whatever has the name by now.
-            checkpoint = Checkpoint(path_of(file), "r")
-        except FormatError as error:
-            raise FormatError(str(error).replace(path_of(file), str(self.path))) from None
-        finally:
-            os.close(file)
-        phases = phases or Phases()
-        note = self._note(checkpoint)
-        phases.end("attach")
-        if verify and note["digest"] != _digest(_kinds(checkpoint), dict(checkpoint.tensors())):
-            raise FormatError(f"{self.path}: the contents do not match the digest in the header")
-        phases.end("compare the digest")
-        return OpenWeights(self.path, checkpoint, note["attributes"], status.st_size, checkpoint.files[0].private)
+    def _folder_of(self, user: int) -> str:
+        return self.folder if user == os.stat(self.directory).st_uid else f"{self.folder}-{user}"
+
+    def _folders(self) -> Iterator[Path]:
+        """Yield the directories of users that are trusted, this program's first. Only their owners can write there."""
+        for folder in dict.fromkeys([self.path.parent, *sorted(self.directory.glob(f"{self.folder}*"))]):
+            with suppress(FileNotFoundError):
+                status = folder.lstat()
+                is_own = stat.S_ISDIR(status.st_mode) and folder.name == self._folder_of(status.st_uid)
+                if is_own and not status.st_mode & 0o022 and self._is_trusted(status.st_uid):
+                    yield folder
 
     def _is_trusted(self, owner: int) -> bool:
-        if owner in (os.geteuid(), 0, os.stat(self.directory).st_uid) or "*" in self.trusted:
-            return True
         import pwd
 
+        names = {"*", str(owner)}
         with suppress(KeyError):
-            if pwd.getpwuid(owner).pw_name in self.trusted:
-                return True
-        return str(owner) in self.trusted
+            names.add(pwd.getpwuid(owner).pw_name)
+        return owner in (os.geteuid(), 0, os.stat(self.directory).st_uid) or not names.isdisjoint(self.trusted)
 
-    def _note(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def open(self, *, verify: bool = True) -> OpenWeights | None:
+        """Attach the weights, under any label. None if there are none, or they are being written.
+
+        ``verify``: compare the contents with the digest, which reads them once, in device memory. FormatError: the file
+        is damaged, or has another key. OSError: it cannot be attached.
+        """
+        failure: Exception | None = None
+        for folder in self._folders():
+            for path in sorted(folder.glob(f"*{self._suffix}")):
+                try:
+                    weights = self._open(path, verify)
+                except (FormatError, OSError) as error:
+                    failure = failure or error
+                    continue
+                if weights is not None:
+                    return weights
+        if failure is not None:
+            raise failure
+        return None
+
+    def _open(self, path: Path, verify: bool) -> OpenWeights | None:
+        try:
+            status = path.stat()
+            if not status.st_size:
+                return None
+            checkpoint = Checkpoint(path, "r")
+        except FileNotFoundError:
+            return None
+        if status.st_uid == os.geteuid() and status.st_mode & 0o777 & ~self.mode:
+            path.chmod(status.st_mode & self.mode)  # the checkpoint has fewer readers than before
+        note = self._note(path, checkpoint)
+        if verify and note["digest"] != _digest(_kinds(checkpoint), dict(checkpoint.tensors())):
+            raise FormatError(f"{path}: the contents do not match the digest in the header")
+        return OpenWeights(path, checkpoint, note["attributes"], status.st_size, checkpoint.files[0].private)
+
+    def _note(self, path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
         try:
             note = json.loads((checkpoint.files[0].metadata or {})[METADATA_KEY])
             if note["key"] != json.loads(_json(self.key)):
-                raise FormatError(f"{self.path} has another key than its name says")
+                raise FormatError(f"{path} has another key than its name says")
             if type(note["digest"]) is not str or type(note["attributes"]) is not dict:
                 raise ValueError("fields have the wrong type")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise FormatError(f"{self.path}: the note of the engine that wrote it is damaged: {error}") from None
+            raise FormatError(f"{path}: the note of the engine that wrote it is damaged: {error}") from None
         checked: dict[str, Any] = note
         return checked
 
-    def claim(self, seconds: float, waiting: Callable[[], None]) -> AbstractContextManager[bool]:
-        """Claim the name for publishing, until the context ends. Others that claim it wait for that.
+    @contextmanager
+    def claim(self, seconds: float, waiting: Callable[[], None]) -> Iterator[bool]:
+        """Claim the name for publishing, until the context ends. Others of this user that claim it wait for that.
 
         False if another engine still has it after so many ``seconds``; ``waiting`` is called once if there is one.
         OSError if this program may not create files there.
         """
-        (self.directory / self.folder).mkdir(exist_ok=True)
+        self.path.parent.mkdir(0o755, exist_ok=True)
+        if self.path.parent not in self._folders():
+            raise PermissionError(f"{self.path.parent} is no directory to which this user alone may write")
         file = self._lock(time.monotonic() + seconds, waiting)
-        return nullcontext(False) if file is None else self._hold(file)
-
-    @contextmanager
-    def _hold(self, file: int) -> Iterator[bool]:
         try:
-            yield True
+            yield file is not None
         finally:
-            with suppress(OSError):
-                if has_name(file, os.fspath(self.path), None) and not os.fstat(file).st_size:
-                    os.unlink(self.path)
-            os.close(file)
+            if file is not None:
+                with suppress(OSError):
+                    if has_name(file, os.fspath(self.path), None) and not os.fstat(file).st_size:
+                        os.unlink(self.path)
+                os.close(file)
 
     def _lock(self, deadline: float, waiting: Callable[[], None]) -> int | None:
         announced = False
         while True:
-            try:
-                file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except FileNotFoundError:
-                try:
-                    file = os.open(self.path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                except FileExistsError:
-                    continue
-            with closed_after(file):
+            flags = os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            with closed_after(os.open(self.path, flags, self.mode)) as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     # Else another engine has published or removed it between the two calls.
                     if has_name(file, os.fspath(self.path), None):
-                        if self._is_trusted(os.fstat(file).st_uid):
-                            return os.dup(file)  # which shares the lock
-                        return self._own_file()
+                        os.fchmod(file, os.fstat(file).st_mode & self.mode)  # which publish() keeps
+                        return os.dup(file)  # which shares the lock
                 except BlockingIOError:
                     if not announced:
                         waiting()
@@ -188,17 +198,24 @@ class SharedWeights:
                         return None
                     time.sleep(_RETRY_SECONDS)
 
-    def _own_file(self) -> int:
-        """Put an empty file of this user in the place of another's, whose owner and rights publish() would keep."""
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with closed_after(folder), closing(NewFile.create(folder)) as new:
-            new.complete(self.path.name)
-            return os.dup(new.fd)  # which shares its lock
-
     def discard(self) -> None:
         """Remove the contents of a damaged file, within a claim. Does nothing while a program has it attached."""
         with suppress(OSError):
             os.truncate(self.path, 0)
+
+    def unused(self) -> str:
+        """Return how to free memory: which published files no program uses that this user may remove. Else ""."""
+        sizes = {}
+        for folder in self._folders():
+            for path in folder.glob(f"*{_SUFFIX}") if os.access(folder, os.W_OK) else ():
+                with suppress(OSError):  # gone, or on a mount of an older version
+                    used = {os.getxattr(path, f"user.gpufs.{name}") for name in ("leases", "parked_bytes")} != {b"0"}
+                    if not used and _ONLY_COPY not in os.listxattr(path):
+                        sizes[os.fspath(path)] = bytes_text(path.stat().st_size)
+        if not sizes:
+            return ""
+        named = ", ".join(f"{path} ({size})" for path, size in sizes.items())
+        return f". No program uses these published weights: {named}. To free them: rm {shlex.join(sizes)}"
 
     def publish(self, module: torch.nn.Module, attributes: Mapping[str, Any]) -> OpenWeights:
         """Write the parameters and buffers of a module, within a claim, and attach them.
@@ -228,7 +245,7 @@ class SharedWeights:
     def _write(self, module: torch.nn.Module, note: Mapping[str, Any]) -> OpenWeights:
         publish(module, self.path, metadata={METADATA_KEY: _json(note)})
         try:
-            weights = self.open()
+            weights = self._open(self.path, verify=True)
         except FormatError:
             self.path.unlink(missing_ok=True)
             raise
@@ -296,7 +313,8 @@ def _put_buffer(owner: torch.nn.Module, attribute: str, value: torch.Tensor, pat
 
 
 def _kinds(checkpoint: Checkpoint) -> dict[str, str]:
-    return {name: checkpoint.record(name).kind or "parameter" for name in checkpoint.places}
+    kinds = {name: checkpoint.record(name).kind or "parameter" for name in checkpoint.places}
+    return {name: "buffer" if kind == UNSAVED_BUFFER else kind for name, kind in kinds.items()}
 
 
 def _json(value: object) -> str:
@@ -309,28 +327,29 @@ def _digest_of(text: str) -> str:
 
 def _digest(kinds: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
     """Return a digest of names, kinds, dtypes, shapes and contents, which do not leave the device."""
-    names = sorted(tensors)
-    sums = _numbers([_sum(tensors[name]) for name in names])
-    lines = (
-        f"{name!r} {kinds[name]} {tensors[name].dtype} {list(tensors[name].shape)} {number}"
-        for name, number in zip(names, sums, strict=True)
-    )
-    return _digest_of("\n".join(lines))
+    digest = hashlib.sha256()
+    sums = {name: _sums(tensors[name]) for name in sorted(tensors)}  # a GPU works on all of them before the first wait
+    for name, numbers in sums.items():
+        digest.update(f"{name!r} {kinds[name]} {tensors[name].dtype} {list(tensors[name].shape)}\n".encode())
+        digest.update(numbers.cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's words, in the widest words that fill it: 20 GB/s on one core."""
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return for each 8 KiB of a tensor the sum of its words, weighed by their position: 20 GB/s on one core."""
     by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     flat = tensor.permute(by_stride).contiguous().view(-1).view(torch.uint8)
-    word = _WORDS[min(tensor.nbytes & -tensor.nbytes or 1, 8)]
-    if flat.data_ptr() % word.itemsize or flat.storage_offset() % word.itemsize:
+    if flat.data_ptr() % 8 or flat.storage_offset() % 8:
         flat = flat.clone()
-    return flat.view(word).sum(dtype=torch.int64)
-
-
-def _numbers(scalars: list[torch.Tensor]) -> list[int]:
-    """Return the values of tensors of one element each. A GPU is waited for once, not for each of them."""
-    numbers = {}
-    for device in {scalar.device for scalar in scalars}:
-        numbers[device] = iter(torch.stack([scalar for scalar in scalars if scalar.device == device]).tolist())
-    return [next(numbers[scalar.device]) for scalar in scalars]
+    whole = len(flat) // _ROW_BYTES * _ROW_BYTES
+    rest = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=flat.device)
+    rest[: len(flat) - whole] = flat[whole:]
+    # Odd, so that each bit of each word counts.
+    weights = torch.arange(_ROW_BYTES // 8, device=flat.device) * -0x61C8864680B583EC + 1
+    rows = [
+        *torch.split(flat[:whole].view(torch.int64).view(-1, len(weights)), _MOST_ROWS),
+        rest.view(torch.int64)[None],
+    ]
+    if flat.is_cuda:  # where torch multiplies no matrices of integers
+        return torch.cat([(part * weights).sum(1) for part in rows])
+    return torch.cat([part.mv(weights) for part in rows])

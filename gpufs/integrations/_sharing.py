@@ -9,9 +9,11 @@ import gc
 import importlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from gpufs import mounting, reports
 from gpufs.client._daemons import control_file
 from gpufs.formats import FormatError
 from gpufs.formats.safetensors import without_garbage_collection
-from gpufs.integrations._shared_weights import OpenWeights, Phases, SharedWeights, move_to_shared
+from gpufs.integrations._shared_weights import OpenWeights, SharedWeights, move_to_shared
 from gpufs.units import bytes_text
 
 SLEEP_REFUSED = (
@@ -32,6 +34,13 @@ SLEEP_REFUSED = (
 RELOAD_REFUSED = (
     "The weights of this engine are a file on the mount that other engines use too, and cannot be changed. Start the "
     "engine with --model-loader-extra-config '{\"share\": false}' to load weights into it"
+)
+# Words in the names of variables that decide about no weights.
+_ELSEWHERE = frozenset(
+    """
+    BIND BUILD CACHE COMMIT DEBUG DIR DISAGGREGATION DP GC HOST IMAGE IP LOG LOGGING LORA MEDIA MOONCAKE NCCL NIXL P2P
+    PATH PLUGINS PORT PROFILING PYNCCL RAY REQUEST RESERVED RPC RUN RUST STATS THREADS TIMEOUT TOOL TRACE USAGE
+    """.split()
 )
 # For an engine that loads the same model, perhaps from a slow disk.
 _CLAIM_SECONDS = 600.0
@@ -69,6 +78,13 @@ def check_sleep(option: str, shared: SharedWeights | None) -> None:
         raise ValueError(SLEEP_REFUSED.format(option=option, remedy=remedy))
 
 
+class Log(logging.LoggerAdapter[logging.Logger]):
+    """Says in each line whose it is: the servers' logs show the name of a file at most."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+        return f"gpufs: {msg}", kwargs
+
+
 @dataclass(frozen=True)
 class ModelServer:
     """The steps that each server does in its own way.
@@ -92,11 +108,11 @@ class ModelServer:
         Whether files of the model have freed their tensors. Then ``load`` raises an exception.
     sleeps
         Whether the engine may be asked to free its weights for a while. Then none are private copies.
-    phases
-        Where the time of this load goes.
+    begun
+        When this load began.
     """
 
-    logger: logging.Logger
+    logger: Log
     load: Callable[[], torch.nn.Module]
     build: Callable[[OpenWeights], torch.nn.Module]
     restored_on_failure: Callable[[], AbstractContextManager[None]]
@@ -106,15 +122,20 @@ class ModelServer:
     ranks: Any
     released: bool = False
     sleeps: bool = False
-    phases: Phases = field(default_factory=Phases)
+    begun: float = field(default_factory=time.perf_counter)
 
     def all_agree(self, answer: bool) -> bool:
         """Return whether all ranks say yes. Loading may need all of them, so they load together or map together."""
-        if self.ranks.world_size == 1:
-            return answer
-        answers: list[Any] = [None] * self.ranks.world_size
-        torch.distributed.all_gather_object(answers, answer, group=self.ranks.cpu_group)
-        return all(answers)
+        return all_agree(self.ranks, answer)
+
+
+def all_agree(ranks: Any, answer: bool) -> bool:
+    """Return whether all ranks of a process group say yes."""
+    if ranks.world_size == 1:
+        return answer
+    answers: list[Any] = [None] * ranks.world_size
+    torch.distributed.all_gather_object(answers, answer, group=ranks.cpu_group)
+    return all(answers)
 
 
 @dataclass(frozen=True)
@@ -133,7 +154,7 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
     """
     if not server.all_agree(shared is not None) or shared is None:
         return Loaded(server.load())
-    weights = open_weights(shared, phases=server.phases)
+    weights = open_weights(shared)
     was_there = server.all_agree(weights is not None)
     if not was_there and server.released:
         open_weights(shared, server.logger)  # logs what is wrong with the weights; damaged ones are not removed
@@ -141,7 +162,7 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
     if not was_there:
         del weights
         with _claim(server, shared) as mine:
-            weights = open_weights(shared, server.logger, claimed=mine, phases=server.phases)
+            weights = open_weights(shared, server.logger, claimed=mine)
             if not server.all_agree(weights is not None):
                 model = server.load()
                 if mine and weights is None:
@@ -163,18 +184,17 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
 
 def open_weights(
     shared: SharedWeights,
-    logger: logging.Logger | None = None,
+    logger: Log | None = None,
     *,
     verify: bool = True,
     claimed: bool = False,
-    phases: Phases | None = None,
 ) -> OpenWeights | None:
     """Attach shared weights. None if there are none that can be used: the ``logger`` gets the reason.
 
     ``claimed``: their name is claimed, so that damaged ones can be removed.
     """
     try:
-        return shared.open(verify=verify, phases=phases)
+        return shared.open(verify=verify)
     except (FormatError, OSError) as error:
         if claimed and isinstance(error, FormatError):
             shared.discard()
@@ -227,24 +247,24 @@ def _map(server: ModelServer, weights: OpenWeights) -> torch.nn.Module | None:
         server.logger.warning("%s does not fit this engine, which loads weights of its own: %r", weights.path, error)
         return None
     server.logger.info(
-        "Mapped %s (%s%s) in %s",
+        "Mapped %s (%s%s) in %.2f seconds",
         weights.path,
         bytes_text(weights.bytes),
         ", a private copy, since this user may not write to the file" if weights.private else "",
-        server.phases,
+        time.perf_counter() - server.begun,
     )
     return model
 
 
 def _publish(server: ModelServer, model: torch.nn.Module, shared: SharedWeights) -> OpenWeights | None:
     """Publish the weights of a model, and move the model to the published memory. None if that is not possible."""
-    server.phases.end("load and process")
     reason = server.reason_against(model)
     if reason is None:
         try:
             weights = shared.publish(model, server.attributes(model))
         except (FormatError, OSError, TypeError) as error:
-            reason = str(error)
+            is_full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT)
+            reason = f"{error}{shared.unused() if is_full else ''}"
     if reason is not None:
         server.logger.warning("The weights of this engine are its own: %s", reason)
         return None
@@ -252,12 +272,11 @@ def _publish(server: ModelServer, model: torch.nn.Module, shared: SharedWeights)
     server.moved(model)
     gc.collect()
     torch.cuda.empty_cache()
-    server.phases.end("publish")
     server.logger.info(
-        "Published the weights as %s (%s) in %s. Later engines map them",
+        "Published the weights as %s (%s) in %.2f seconds. Later engines map them",
         shared.path,
         bytes_text(weights.bytes),
-        server.phases,
+        time.perf_counter() - server.begun,
     )
     return weights
 
@@ -280,18 +299,27 @@ def weights_label(model: str, server: str, key: Mapping[str, Any], groups: Seque
     return "-".join(parts)
 
 
-def refuse_reload(model: torch.nn.Module) -> None:
-    """Refuse to load weights into the model: it would write to read-only memory, which ends the process."""
-    model.load_weights = _refuse_weights  # type: ignore[assignment]
+def refuse_reload(model: torch.nn.Module, undo: Callable[[], None] = lambda: None) -> None:
+    """Refuse to load weights into the model: it would write to read-only memory, which ends the process.
+
+    ``undo``: what the server has done to the model by then.
+    """
+
+    def refuse(*_: object, **__: object) -> None:
+        undo()
+        raise RuntimeError(RELOAD_REFUSED)
+
+    model.load_weights = refuse  # type: ignore[assignment]
 
 
 def refuses_reload(model: torch.nn.Module) -> bool:
     """Return whether the model's weights are those of other engines, too."""
-    return vars(model).get("load_weights") is _refuse_weights
+    return "load_weights" in vars(model)
 
 
-def _refuse_weights(*_: object, **__: object) -> None:
-    raise RuntimeError(RELOAD_REFUSED)
+def has_no_effect_on_weights(variable: str) -> bool:
+    """Return whether a variable of a server's environment decides about something else."""
+    return not _ELSEWHERE.isdisjoint(variable.split("_"))
 
 
 def device_name() -> str:
@@ -337,7 +365,10 @@ def device_directory(device: torch.device, near: str | os.PathLike[str], mountpo
     if not candidates:
         raise NoDirectoryError(f"no gpufs mount here has a directory for {_name(device)}")
     if len(candidates) > 1:
-        raise NoDirectoryError(f"{_name(device)} is on several gpufs mounts ({', '.join(candidates)}): choose one")
+        raise NoDirectoryError(
+            f"{_name(device)} is on several gpufs mounts ({', '.join(candidates)}): choose one by "
+            '--model-loader-extra-config \'{"mount": "PATH"}\''
+        )
     (directories,) = candidates.values()
     return next((directory for directory in directories if directory in real.parents), directories[0])
 

@@ -16,12 +16,12 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from gpufs.integrations import _sharing
 from gpufs.integrations._checkpoint import ModelFiles, release
-from gpufs.integrations._shared_weights import Phases, SharedWeights
+from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.torch import load_file
 from gpufs.torch._module import named_tensors
 
 pieces, _MISSING = _sharing.private_pieces("_vllm_pieces")
-logger = init_logger("vllm.gpufs")
+logger = _sharing.Log(init_logger("vllm.gpufs"))
 
 
 class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -50,11 +50,9 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             logger.warning("The engine loads weights of its own: this vLLM shares none (%s)", _MISSING)
         if not self._settings.share or pieces is None:
             return load_own()  # type: ignore[no-any-return]
-        phases = Phases()
         checkpoint, shared = self._find_shared(vllm_config, model_config)
         if model_config.enable_sleep_mode:
             _sharing.check_sleep("--enable-sleep-mode", shared)
-        phases.end("find the file")
 
         def load() -> torch.nn.Module:
             if checkpoint is not None and shared is not None:
@@ -64,7 +62,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         server = _sharing.ModelServer(
             logger=logger,
             load=load,
-            build=partial(pieces.build, phases, *arguments),
+            build=partial(pieces.build, *arguments),
             restored_on_failure=partial(pieces.restored_on_failure, vllm_config.compilation_config),
             reason_against=lambda model: pieces.reason_against(model) or self._emptied(model),
             attributes=lambda model: pieces.notes(model, self._helpers),
@@ -72,15 +70,19 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             ranks=get_tp_group(),
             released=checkpoint is not None and bool(checkpoint.released),
             sleeps=bool(model_config.enable_sleep_mode),
-            phases=phases,
         )
         loaded = _sharing.get_model(server, shared)
         self._helpers = None
         if not self._settings.keep_checkpoint:
             release(server, loaded, checkpoint, pieces.reason_to_keep_checkpoint(vllm_config))
         if loaded.shared is not None:
-            _sharing.refuse_reload(loaded.model)
+            _sharing.refuse_reload(loaded.model, partial(pieces.undo_reload, loaded.model))
         return loaded.model
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        if _sharing.refuses_reload(model):
+            raise RuntimeError(_sharing.RELOAD_REFUSED)
+        return super().get_all_weights(model_config, model)  # type: ignore[no-any-return]
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
         """Return the bytes of the weights that this engine will map, and that are in the GPU's memory already."""
@@ -110,13 +112,14 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 device = torch.device(self.load_config.device or vllm_config.device_config.device)
                 directory = _sharing.device_directory(device, model_config.model, self._settings.mount)
                 _, files, *_ = self._prepare_weights(model_config.model, None, model_config.revision, False, None)
-                checkpoint = ModelFiles(files)
+                checkpoint = ModelFiles(files, directory)
                 key = pieces.weights_key(vllm_config, model_config, [*checkpoint.identities.values()])
                 label = _sharing.weights_label(
                     model_config.model, "vllm", key, ("dp", "pp", "tp"), is_draft=key["is_draft"]
                 )
-                return checkpoint, SharedWeights(directory, "vllm", label, key, self._settings.trusted)
-            except _sharing.NoDirectoryError as error:
+                trusted = self._settings.trusted
+                return checkpoint, SharedWeights(directory, "vllm", label, key, trusted, checkpoint.mode())
+            except (_sharing.NoDirectoryError, OSError) as error:
                 reason = str(error)
             except Exception as error:  # noqa: BLE001  vLLM's pieces are private and may fail in any way
                 reason = repr(error)

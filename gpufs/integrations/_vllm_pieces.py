@@ -1,4 +1,4 @@
-"""The parts of vLLM that share processed weights. They are private to vLLM: all uses of them are in this module.
+"""The parts of vLLM that share processed weights or load new ones. All uses of what is private to vLLM are here.
 
 Importing this module fails with a vLLM that does not have them.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm import _custom_ops as vllm_ops
@@ -26,6 +28,16 @@ from vllm.distributed import (
     get_tp_group,
     get_world_group,
 )
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    layerwise,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import _materialize_remaining_meta_tensors
 from vllm.model_executor.model_loader.weight_cache.protocol import (
@@ -38,12 +50,14 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from gpufs.integrations._module_state import HelperState, missing, set_attributes
-from gpufs.integrations._shared_weights import OpenWeights, Phases, fill
-from gpufs.integrations._sharing import device_name
+from gpufs.integrations._shared_weights import OpenWeights, fill
+from gpufs.integrations._sharing import all_agree, device_name, has_no_effect_on_weights
 
 
 def obstacle(vllm_config: Any) -> str | None:
     """Return why weights of an engine with these settings cannot be shared, None if they can."""
+    if vllm_config.weight_transfer_config is not None:
+        return "--weight-transfer-config loads new weights while the engine runs"
     if vllm_config.parallel_config.enable_eplb:
         return "expert load balancing moves weights while the engine runs"
     offload = getattr(vllm_config, "offload_config", None)
@@ -99,30 +113,36 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[list[Any]])
         "kernels": vllm_config.kernel_config.compute_hash(),
         "attention": vllm_config.attention_config.compute_hash(),
         "parallel": vllm_config.parallel_config.compute_hash(),
-        "environment": hash_factors(envs.compile_factors()),
+        "environment": _environment(),
         "model": {name: value for name, value in model_config.hf_config.to_dict().items() if name != "_name_or_path"},
         "kv_cache": str(vllm_config.cache_config.cache_dtype),
-        "lora": vllm_config.lora_config is not None,
+        # Of the layers only experts choose their kernels by it.
+        "lora": vllm_config.lora_config is not None and model_config.is_moe,
         "onednn": getattr(vllm_ops, "_supports_onednn", None),
         "torch": torch.__version__,
         "device": device_name(),
         "files": files,
-        "notes": 2,  # the form of what notes() returns
+        "notes": 3,  # the form of the file
     }
     text = json.dumps(settings, sort_keys=True, default=str)
     return {**asdict(key), "settings": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def build(phases: Phases, vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights) -> Any:
+def _environment() -> str:
+    """Return a hash of the variables that may decide about weights."""
+    prepack = "VLLM_ZENTORCH_WEIGHT_PREPACK"  # which changes no graph that vLLM compiles
+    factors = {**envs.compile_factors(), prepack: os.environ.get(prepack)}
+    return str(hash_factors({name: value for name, value in factors.items() if not has_no_effect_on_weights(name)}))
+
+
+def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights) -> Any:
     """Build a model in the file's memory, as vLLM's loader for `ipc_cache` does. Raises what vLLM raises."""
     device = torch.device(vllm_config.load_config.device or vllm_config.device_config.device)
     with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        phases.end("build the model")
         check_ipc_quant_support(model)
         fill(model, weights)
-        phases.end("fill it")
         for name, value in weights.attributes["model"].items():
             setattr(model, name, value)
         with weights_already_processed():
@@ -136,7 +156,6 @@ def build(phases: Phases, vllm_config: Any, model_config: Any, prefix: str, weig
             for attribute, value in vars(module).items():
                 if isinstance(value, torch.Tensor) and value.is_meta and value.numel():
                     raise RuntimeError(f"{name}.{attribute} is computed when the model is built, and is not a buffer")
-        phases.end("finish it")
         return model.eval()
 
 
@@ -162,6 +181,129 @@ def restored_on_failure(config: Any) -> Iterator[None]:
         config.static_forward_context.update(layers)
         config.static_all_moe_layers[:] = moe_layers
         raise
+
+
+# ---- new weights while the engine runs ----
+
+
+class _Taken(NamedTuple):
+    """How many elements a part of a model has, how many it has taken, and how many it was offered."""
+
+    size: int
+    taken: int
+    offered: int
+
+
+@contextmanager
+def in_all_ranks() -> Iterator[None]:
+    """Have all ranks of the engine fail if one does."""
+    try:
+        yield
+    except Exception:
+        _all_agree(False)
+        raise
+    if not _all_agree(True):
+        raise RuntimeError("another rank of the engine has failed")
+
+
+def _all_agree(answer: bool) -> bool:
+    return all_agree(get_pp_group(), all_agree(get_tp_group(), answer))
+
+
+def check_weights(
+    load_config: Any, model_config: Any, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise ValueError, with a name, unless these tensors of a checkpoint fit a model that runs.
+
+    A part of the model, such as a layer's joined projections, takes all of its elements or none. Nothing is changed.
+    """
+    found = _take(model, weights.items())
+    if not found and get_pp_group().world_size == 1:
+        raise ValueError("none of its tensors is a weight of this engine")
+    ranks = get_tensor_model_parallel_world_size()
+    # Elements are missing, or left over.
+    odd = {name: each for name, each in found.items() if each.taken < each.size or each.taken * ranks < each.offered}
+    if odd:
+        usual: dict[str, _Taken] = {}  # of the engine's own checkpoint, as of parts that are padded
+        with suppress(Exception):  # it may be gone
+            usual = _take(model, get_model_loader(load_config).get_all_weights(model_config, model))
+        for name, taken in odd.items():
+            if taken != usual.get(name):
+                raise ValueError(
+                    f"{name} has {taken.size} elements in this engine. It would take {taken.taken} of the "
+                    f"{taken.offered} in the file, which must have all of its tensors, with their shapes, or none"
+                )
+
+
+def _take(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, _Taken]:
+    """Have a model's loaders take tensors, as when they are loaded, but into the meta device.
+
+    Return what the parts have taken that have taken anything. ValueError with the name of a tensor that does not fit.
+    """
+    tensor = "?"
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal tensor
+        for name, value in weights:
+            tensor = f"{name} ({value.dtype}, {list(value.shape)})"
+            yield name, value
+
+    process = layerwise._layerwise_process
+    layerwise._layerwise_process = lambda *_: None  # which loads a part as soon as it is complete
+    try:
+        initialize_layerwise_reload(model)
+        for part in model.modules():  # biases are left where they are
+            for own in (part._parameters, part._buffers):
+                own.update({name: to_meta_tensor(value) for name, value in own.items() if value is not None})
+        with disable_mtp_completeness_check():
+            model.load_weights(named())
+        found = {}
+        for name, part in model.named_modules():
+            info = get_layerwise_info(part)
+            offered = 0
+            for attribute, arguments in info.loaded_weights:
+                tensor, value = f"{name}.{attribute}", arguments.arguments.get("loaded_weight")
+                if isinstance(value, torch.Tensor):
+                    _check_dtype(getattr(part, attribute).dtype, value.dtype)
+                    offered += value.numel()
+            if info.load_numel and not is_deferred_attention_layer(part):
+                found[name] = _Taken(info.load_numel_total, info.load_numel, offered)
+        return found
+    except Exception as error:
+        text = textwrap.shorten(str(error) or type(error).__name__, 200)
+        raise ValueError(f"{tensor} does not fit this engine: {text}") from error
+    finally:
+        layerwise._layerwise_process = process
+        undo_reload(model)
+
+
+def _check_dtype(wanted: torch.dtype, given: torch.dtype) -> None:
+    """Raise TypeError where conversion of the values would be none of the weights."""
+    if given != wanted and not all(one.is_floating_point and one.itemsize > 1 for one in (wanted, given)):
+        raise TypeError(f"it is {wanted}, and the file has {given}")
+
+
+def load_weights(model: Any, model_config: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Load tensors, which check_weights() has found to fit, into a model that runs."""
+    try:
+        initialize_layerwise_reload(model)
+        with disable_mtp_completeness_check():
+            model.load_weights(weights.items())
+        finalize_layerwise_reload(model, model_config)
+    except BaseException:
+        undo_reload(model)
+        raise
+
+
+def undo_reload(model: torch.nn.Module) -> None:
+    """Give the parts of a model that have not been loaded yet their weights back."""
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+    for part in model.modules():
+        info = get_layerwise_info(part)
+        if info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(part, info)
+        info.reset()
 
 
 def _is_draft(vllm_config: Any, model_config: Any) -> bool:

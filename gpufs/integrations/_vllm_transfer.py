@@ -13,8 +13,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from gpufs.integrations._sharing import RELOAD_REFUSED, refuses_reload
-from gpufs.torch import load_file
+from gpufs.formats.safetensors import without_garbage_collection
+from gpufs.integrations import _vllm_pieces as pieces
+from gpufs.torch._file import Checkpoint
+from gpufs.torch._record import UNSAVED_BUFFER
 
 
 @dataclass
@@ -32,51 +34,48 @@ class GpufsUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class GpufsWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """Loads the tensors of a file where they are, so that only the engine's own weights are written.
 
-    A session of vLLM, from its start to its end, may have several files. The engine is changed when the first of them
-    has been opened: a wrong path changes nothing.
+    A session of vLLM, from its start to its end, may have several files. Each is checked when it is named, and all are
+    loaded at the end of the session. Until then the engine serves as before, whatever becomes of the trainer.
     """
 
     init_info_cls = GpufsInitInfo
     update_info_cls = GpufsUpdateInfo
+    defers_processing = True
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._has_begun = False
-        if refuses_reload(model):
-            raise ValueError(RELOAD_REFUSED)
+        self._accepted: dict[str, torch.Tensor] = {}
 
     def init_transfer_engine(self, init_info: GpufsInitInfo) -> None:
-        """Do nothing."""
+        """Forget what a trainer has named that is gone."""
+        self._accepted.clear()
 
     def start_weight_update(self) -> None:
-        self._has_begun = False
+        self._accepted.clear()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
+        with pieces.in_all_ranks():
+            self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: GpufsUpdateInfo) -> None:
+        """Accept a file. OSError, FormatError or ValueError if it cannot be used: nothing has changed then."""
+        if not os.path.isabs(update_info.path):
+            raise ValueError(f"{update_info.path} is not an absolute path")
+        with without_garbage_collection():
+            file = Checkpoint(update_info.path, "r")
+            # A checkpoint has no buffers that are not in a state_dict().
+            tensors = {name: each for name, each in file.tensors() if file.record(name).kind != UNSAVED_BUFFER}
+        pieces.check_weights(self.vllm_config.load_config, self.model_config, self.model, tensors)
+        self._accepted |= tensors
+
+    def finish_weight_update(self) -> None:
+        """Load what was accepted."""
+        accepted, self._accepted = self._accepted, {}
+        if accepted:
+            pieces.load_weights(self.model, self.model_config, accepted)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: GpufsUpdateInfo) -> None:
-        """Load a file. OSError or FormatError if it cannot be used."""
-        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        if not os.path.isabs(update_info.path):
-            raise ValueError(f"{update_info.path} is not an absolute path")
-        weights = load_file(update_info.path)
-        if not self._has_begun:
-            initialize_layerwise_reload(self.model)
-            self._has_begun = True
-        with disable_mtp_completeness_check():
-            self.model.load_weights(weights.items())
-
-    def finish_weight_update(self) -> None:
-        """End a session: vLLM processes the weights that it has not processed yet."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        if self._has_begun:
-            finalize_layerwise_reload(self.model, self.model_config)
-            self._has_begun = False
-
     def shutdown(self) -> None:
-        """Do nothing: a file is open only while it is loaded."""
+        """Forget what was accepted."""
+        self._accepted.clear()

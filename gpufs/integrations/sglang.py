@@ -9,17 +9,23 @@ a mount. That works with every quantization and any number of GPUs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from gpufs._harmless import harmless
 
+
+@harmless("--load-format gpufs")
 def register() -> None:
-    """Add the load format; SGLang calls this in each of its processes."""
+    """Add the load format; SGLang calls this in each of its processes, also for engines that do not use it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_load_format_choices
 
     add_load_format_choices(["gpufs"])
     target = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
     HookRegistry.register(target, _choose_loader, HookType.AROUND)
+    # Adapters are loaded by it, with the configuration of the model.
+    HookRegistry.register("sglang.srt.model_loader.loader.DefaultModelLoader.__init__", _name_format, HookType.BEFORE)
 
 
 def _choose_loader(original: Callable[[Any], None], load_config: Any) -> None:
@@ -28,6 +34,16 @@ def _choose_loader(original: Callable[[Any], None], load_config: Any) -> None:
         load_config.load_format = loader_class()
     else:
         original(load_config)
+
+
+def _name_format(loader: Any, load_config: Any) -> tuple[tuple[Any, Any], dict[str, Any]] | None:
+    """Give SGLang's own loader, which knows names alone, the format that it finds by itself."""
+    if not isinstance(load_config.load_format, type) or load_config.load_format is not loader_class():
+        return None
+    from gpufs.integrations._sharing import LoaderSettings
+
+    others = LoaderSettings(load_config.model_loader_extra_config).others
+    return (loader, replace(load_config, load_format="auto", model_loader_extra_config=others)), {}
 
 
 def loader_class() -> type:

@@ -16,7 +16,7 @@ from gpufs import protocol, threads
 from gpufs._version import __version__
 from gpufs.protocol import ClientMessage, Done, FinalAnswer, ProtocolError, Request
 from gpufs.service import rights
-from gpufs.service._channel import ClientChannel, ClientProcess
+from gpufs.service._channel import ClientChannel, ClientProcess, path_behind
 from gpufs.service._client_copies import ClientCopies
 from gpufs.service._client_leases import ClientLeases
 from gpufs.service._client_registrations import ClientRegistrations
@@ -244,7 +244,7 @@ class ClientConnection:
                 await self._leases.revoke(permit())
             case protocol.SetQuota():
                 self._served.set_limit(permit(), message.uid, message.limit)
-                self._channel.log(logging.INFO, "%s", message)
+                self._channel.log(logging.INFO, "%s of %s", message, path_behind(scope.descriptors[0].fd))
             case _:
                 raise ProtocolError(f"nothing serves {type(message).__name__}")
         return Done(message.id)

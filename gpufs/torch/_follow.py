@@ -14,6 +14,7 @@ import torch
 from gpufs._naming import named_in
 from gpufs.client._attach import Attachment
 from gpufs.client._follow import Follower
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.versions import FileLayout
 from gpufs.torch._file import SafetensorsFile
 from gpufs.torch._memory import FileMemory, file_of
@@ -114,7 +115,7 @@ class _Copies:
         self._copies: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
         if not outside:
             return
-        layout = FileLayout.read(path, memory.size, memory.read).layout
+        layout = FileLayout.read(path, BoundedFile(memory.size, memory.read)).layout
         if layout is None or layout.format != "safetensors":
             known = {place.name for place in layout.tensors} if layout is not None and only_some else outside.keys()
             if lost := sorted(outside.keys() & known):

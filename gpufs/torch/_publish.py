@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from gpufs._naming import named_in
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.safetensors import DATA_ALIGNMENT, PADDING_NAME, RECORDS_KEY, HeaderEntry, build_header
 from gpufs.formats.versions import FileLayout
 from gpufs.torch import _pool
 from gpufs.torch._file import TORCH_DTYPES, stored_elements
-from gpufs.torch._record import TensorRecord, format_records, span
+from gpufs.torch._record import UNSAVED_BUFFER, TensorRecord, format_records, span
 from gpufs.torch._tensor_file import TensorFile
 
 # A tensor with gaps keeps its strides if they make it at most this much larger; otherwise it is made contiguous.
@@ -170,7 +171,8 @@ def _layout_of(path: Path) -> FileLayout | None:
 
 def _layout_by(header: bytes, size: int) -> FileLayout:
     """Return the layout of a safetensors file with this header."""
-    return FileLayout.read("new.safetensors", size, lambda offset, count: header[offset : offset + count])
+    file = BoundedFile(size, lambda offset, count: header[offset : offset + count])
+    return FileLayout.read("new.safetensors", file)
 
 
 def _header(
@@ -242,6 +244,8 @@ def _pad(entries: dict[str, HeaderEntry], start: int, end: int) -> None:
 
 def _tensors(source: _Source, buffers: bool) -> dict[str, torch.Tensor]:
     if not isinstance(source, torch.nn.Module):
+        if not isinstance(source, Mapping) or not all(isinstance(name, str) for name in source):
+            raise TypeError("publish() takes a module, or a dict of tensors by name: {'weight': tensor}")
         return dict(source)
     tensors: dict[str, torch.Tensor] = dict(source.named_parameters(remove_duplicate=False))
     persistent = source.state_dict(keep_vars=True).keys()
@@ -253,11 +257,12 @@ def _tensors(source: _Source, buffers: bool) -> dict[str, torch.Tensor]:
 
 def _describe(source: _Source, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
     records = {}
-    buffers = set()
+    buffers: dict[str, str] = {}
     if isinstance(source, torch.nn.Module):
-        buffers = {name for name, _ in source.named_buffers(remove_duplicate=False)}
+        buffers = dict.fromkeys((name for name, _ in source.named_buffers(remove_duplicate=False)), UNSAVED_BUFFER)
+        buffers |= dict.fromkeys(buffers.keys() & source.state_dict(keep_vars=True).keys(), "buffer")
     for name, tensor in tensors.items():
-        kind = "buffer" if name in buffers else "parameter" if isinstance(tensor, torch.nn.Parameter) else None
+        kind = buffers.get(name) or ("parameter" if isinstance(tensor, torch.nn.Parameter) else None)
         attributes = {key: value for key, value in vars(tensor).items() if is_json(value)}
         if kind is not None or attributes:
             records[name] = TensorRecord(

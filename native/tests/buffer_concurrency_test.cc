@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -36,6 +38,31 @@ class BufferConcurrencyTest : public BufferFixture, public ::testing::WithParamI
   }
   void TearDown() override { expect_nothing_left(); }
 };
+
+TEST_P(BufferConcurrencyTest, WritesThatOverlapDoNotMix) {
+  const auto buffer = make();
+  constexpr std::size_t kBytes = 256 << 10;
+  std::barrier together(3);
+  std::vector<std::thread> writers;
+  for (const std::byte value : {std::byte{1}, std::byte{2}}) {
+    writers.emplace_back([&, value] {
+      const std::vector<std::byte> data(kBytes, value);
+      for (int round = 0; round < kRounds; ++round) {
+        together.arrive_and_wait();
+        EXPECT_TRUE(buffer->write(0, data).ok());
+        together.arrive_and_wait();
+      }
+    });
+  }
+  std::vector<std::byte> got(kBytes);
+  for (int round = 0; round < kRounds; ++round) {
+    together.arrive_and_wait();
+    together.arrive_and_wait();
+    EXPECT_EQ(buffer->read(0, got).value(), kBytes);
+    EXPECT_EQ(std::count(got.begin(), got.end(), got[0]), static_cast<std::ptrdiff_t>(kBytes));
+  }
+  for (std::thread& writer : writers) writer.join();
+}
 
 TEST_P(BufferConcurrencyTest, SomeCallsNeverWait) {
   const auto buffer = make();

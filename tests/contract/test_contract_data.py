@@ -6,7 +6,9 @@ import ctypes
 import mmap
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from errno import (
     EACCES,
     EFBIG,
@@ -22,7 +24,7 @@ import pytest
 from support import linux
 from support.data import GIB, GRANULE, MIB, assert_same, noise, read_all, write_all
 from support.linux import FALLOC_COLLAPSE_RANGE, FALLOC_INSERT_RANGE, FALLOC_KEEP_SIZE, kernel_version
-from support.processes import as_nobody, errno_of, start_children, wait_children
+from support.processes import PATIENCE, as_nobody, errno_of, start_children, wait_children
 
 
 @pytest.fixture
@@ -66,6 +68,31 @@ def test_appending_processes_do_not_overwrite_each_other(file: Path) -> None:
         assert body == bytes([65 + int(index)]) * int(length)
         seen[int(index)] += 1
     assert set(seen.values()) == {records}
+
+
+@pytest.mark.driver
+def test_writes_that_overlap_do_not_mix(file: Path) -> None:
+    """Two threads write the same range at the same moment: afterwards it has what one of them wrote."""
+    size, rounds, mixed = 512 << 10, 1_000, 0
+    file.write_bytes(bytes(size))
+    ready, done = threading.Barrier(3), threading.Barrier(3)
+
+    def write(data: bytes) -> None:
+        with open(file, "r+b", buffering=0) as opened:
+            for _ in range(rounds):
+                ready.wait(PATIENCE)
+                os.pwrite(opened.fileno(), data, 0)
+                done.wait(PATIENCE)
+
+    with ThreadPoolExecutor() as pool:
+        writers = [pool.submit(write, letter * size) for letter in (b"A", b"B")]
+        for _ in range(rounds):
+            ready.wait(PATIENCE)
+            done.wait(PATIENCE)
+            mixed += len(set(file.read_bytes())) != 1
+        for writer in writers:
+            writer.result()
+    assert not mixed
 
 
 def test_a_truncating_open_that_fails_keeps_the_contents(file: Path) -> None:

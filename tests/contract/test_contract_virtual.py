@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from support.data import MIB, noise
 from support.mounting import GPUFS, GpufsMount
-from support.processes import as_nobody, errno_of, run
+from support.processes import as_nobody, errno_of, run, wait_until
+
+import gpufs
 
 COUNTS = ("bytes_read", "bytes_written", "reads", "writes")
-NAMES = (*COUNTS, "last_backend")
+NAMES = (*COUNTS, "last_backend", "leases", "writers", "changes")
 
 
 @pytest.fixture
@@ -92,3 +94,37 @@ def test_copies_do_not_carry_counters(folder: Path) -> None:
     assert (folder / "file").read_bytes() == b"x"
     run("cp", "-a", folder / "file", folder / "copy")
     assert counts(folder / "copy")[0] == 0
+
+
+def test_a_file_counts_its_changes_and_programs(folder: Path) -> None:
+    """Whatever changes the contents counts, and nothing else."""
+    file = folder / "file"
+
+    def changes() -> int:
+        return int(virtual(file, "changes"))
+
+    file.write_bytes(noise(MIB))
+    before = changes()
+    file.read_bytes()
+    file.chmod(0o600)
+    os.utime(file, ns=(0, 0))
+    file.rename(folder / "other").rename(file)
+    with file.open("r+b"), gpufs.attach(file, "r"):
+        assert (virtual(file, "leases"), virtual(file, "writers")) == ("1", "0")
+    assert changes() == before
+    for change in (
+        lambda: file.write_bytes(b"x"),
+        lambda: os.truncate(file, MIB),
+        lambda: run("fallocate", "--punch-hole", "--offset", "0", "--length", "4096", file),
+        lambda: run("fallocate", "--length", "4096", file),
+        lambda: run(*GPUFS, "cp", GPUFS[0], file),
+    ):
+        change()
+        assert changes() > before
+        before = changes()
+    with gpufs.attach(file, "r+"):
+        assert (virtual(file, "leases"), virtual(file, "writers")) == ("1", "1")
+        assert changes() > before
+        before = changes()
+    wait_until(lambda: changes() > before, 1, "the end of the lease")
+    assert (virtual(file, "leases"), virtual(file, "writers")) == ("0", "0")

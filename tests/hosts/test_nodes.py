@@ -530,17 +530,6 @@ def test_a_chain_from_python(nodes: Nodes, host: Path, tmp_path: Path, monkeypat
     assert [error.errno for error in failure.value.exceptions if isinstance(error, OSError)] == [errno.ENOENT] * 2
 
 
-def test_older_machines(root: Path, tmp_path: Path) -> None:
-    """They would take the first copy of a chain alone, copy all instead of a part, or into a directory."""
-    (root / "file").write_bytes(b"x")
-    for before, words in [
-        ("hello.chains = False", (root / "file", "-t", "a:x", "-t", "b:y")),
-        ("hello.selects = False", ("-T", root / "file", "a:x")),
-        ("hello.selects = False", ("-r", "--exclude", "x", "a:x", root)),
-    ]:
-        assert "install the same gpufs on all" in refused_here(*fake(tmp_path, before=before), *words)
-
-
 # ---- NIXL ----
 
 LARGE = 1 << 30  # NIXL is asked from this size on
@@ -823,6 +812,14 @@ channel.receive()
 """
 
 
+ONE_FILE = """
+channel.send(File(0, 0, b"file", b"/file", 3, 3, True, attributes))
+channel.send_data(memoryview(b"abc"))
+channel.send(End())
+channel.receive()
+"""
+
+
 def fake(path: Path, *, before: str = "", after: str = "") -> tuple[str, ...]:
     """Options that make a program the other side."""
     program = script(path / "fake.py", FAKE.format(before=before, after=after))
@@ -900,7 +897,7 @@ def test_versions(root: Path, tmp_path: Path) -> None:
     assert "versions 7 to 9" in refused_here(
         *fake(tmp_path, before="hello.oldest, hello.newest = 7, 9"), "node:/file", root
     )
-    gpufs_here("cp", *fake(tmp_path, before="hello.newest = 9"), "node:/file", root)
+    gpufs_here("cp", *fake(tmp_path, before="hello.newest = 9", after=ONE_FILE), "node:/file", root)
 
 
 # ---- wrong input ----
@@ -981,7 +978,7 @@ def test_a_peer_names_no_command(tmp_path: Path) -> None:
         f"""
 import subprocess, msgspec
 from gpufs.hosts.channel import HostChannel
-from gpufs.hosts.messages import FilesDone, Finished, Plan
+from gpufs.hosts.messages import Failed, FilesDone, Finished, Plan
 from gpufs.hosts.peer import our_hello
 class Request(msgspec.Struct, tag=True):
     sends: bool
@@ -994,12 +991,13 @@ for sends in (True, False):
     command = [{GPUFS[0]!r}, "serve-copy"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     channel = HostChannel(child.stdout.fileno(), child.stdin.fileno(), silence=30)
-    channel.read_line(256)
+    channel.read_line(256, 30)
     channel.send(our_hello())
     channel.receive()
     channel.send(Request(sends, [b"x"], {os.fsencode(tmp_path)!r}, [b"h:x"], {str(trap)!r}, {str(trap)!r}))
     if not sends:
         channel.send(Plan(0, 0))
+        channel.send(Failed(2, "", b"x"))
         channel.send(FilesDone())
     while not isinstance(channel.receive(), Finished):
         pass
@@ -1092,3 +1090,25 @@ def test_by_ssh(sshd: str, root: Path, host: Path) -> None:
     for name in ("first", "second"):
         assert_same((root / name / "copy").read_bytes(), noise(9 * MIB))
     assert f"root@localhost:{root}/none: No such file" in refused_here(*remote, f"root@localhost:{root}/none", host)
+
+
+def test_sync_from_the_home_directory(
+    root: Path, host: Path, remote: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HOST: without a path. It was the root directory."""
+    monkeypatch.chdir(host)  # where a remote shell starts
+    (host / "notes").write_bytes(b"mine")
+    gpufs_here("sync", *remote, "--exclude", "/*/", "node2:", root / "copy")
+    assert left(root / "copy") == ["notes"]
+
+
+def test_a_sync_sees_what_a_program_writes_in_memory(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    (root / "source").mkdir()
+    (root / "source/model").write_bytes(noise(MIB))
+    for ends in ((f"node2:{root}/source", host / "copy"), (root / "source", f"node2:{host}/copy2")):
+        gpufs_here("sync", *remote, *ends)
+        with package.attach(root / "source/model", "r+"):
+            for _ in range(2):
+                assert json.loads(gpufs_here("sync", "--json", *remote, *ends).stdout)["files"] == 1
+        gpufs_here("sync", *remote, *ends)
+        assert json.loads(gpufs_here("sync", "--json", *remote, *ends).stdout)["files"] == 0

@@ -5,21 +5,33 @@ vLLM is in an environment of its own, which scripts/setup-vllm makes; GPUFS_VLLM
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
+import textwrap
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
+import torch
+import transformers
 from safetensors.torch import load_file
 from support.cli import gpufs
 from support.data import MIB
-from support.model_servers import Servers, make_model, python_path, quantise_model
+from support.model_servers import Servers, make_model, make_tokenizer, python_path, quantise_model
 from support.mounting import REPOSITORY, GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE
 from support.vllm_engine import Outcome
 
+import gpufs as gpufs_client
 import gpufs.torch as gpufs_torch
 
 PYTHON = Path(os.environ.get("GPUFS_VLLM_PYTHON", REPOSITORY / "build" / "vllm-venv" / "bin" / "python"))
@@ -104,6 +116,33 @@ def test_vllm_keeps_weights_apart(servers: Servers[Outcome, GpufsMount]) -> None
         assert servers.bytes_read() < read + MIB, damage
 
 
+def test_vllm_shares_what_has_the_same_weights(servers: Servers[Outcome, GpufsMount]) -> None:
+    """A mode, adapters and variables that decide about something else lead to the same file; a writer to none."""
+    expected = servers.start().tokens
+    (published,) = servers.published()
+    for file in servers.model.glob("*.safetensors"):
+        file.chmod(0o640)
+    variables = {"VLLM_ENGINE_READY_TIMEOUT_S": "900", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    others = replace(servers, environment={**servers.environment, **variables})
+    assert others.start().tokens == expected
+    assert servers.start(options={"enable_lora": True}).tokens == expected
+    assert servers.published() == [published]
+    assert published.stat().st_mode & 0o007 == 0
+
+    make_model(servers.scratch / "other", seed=1)
+    other = sorted((servers.scratch / "other").glob("*.safetensors"))
+    changed = servers.start(load_format="auto", model=servers.scratch / "other").tokens
+    arrays = [gpufs_client.attach(servers.model / file.name, "r+") for file in other]
+    for array, file in zip(arrays, other, strict=True):
+        numpy.asarray(array)[:] = numpy.fromfile(file, numpy.uint8)
+    assert servers.start().tokens == changed  # the times of the files have not changed yet
+    assert servers.published() == [published]
+    for array in arrays:
+        array.close()
+    assert servers.start().tokens == changed
+    assert len(servers.published()) == 2
+
+
 def test_vllm_frees_a_published_checkpoint(servers: Servers[Outcome, GpufsMount]) -> None:
     """With keep_checkpoint=false the weights are in memory once; what no longer works says how it does again."""
     release = {"keep_checkpoint": False}
@@ -125,6 +164,12 @@ def test_vllm_frees_a_published_checkpoint(servers: Servers[Outcome, GpufsMount]
     found = servers.start()
     assert (found.tokens, found.external_bytes) == (expected, published.stat().st_size)
     assert servers.bytes_read() - read < MIB  # headers of the checkpoint
+    link = servers.mount.device / "current"
+    link.symlink_to(servers.model.name)
+    assert servers.start(model=link).tokens == expected
+    renamed = servers.model.rename(servers.model.with_name("renamed"))
+    assert servers.start(model=renamed).tokens == expected
+    renamed.rename(servers.model)
     for load_format, dtype in (("gpufs", "float32"), ("auto", "bfloat16")):
         with pytest.raises(AssertionError) as failed:
             servers.start(load_format=load_format, options={"dtype": dtype})
@@ -188,14 +233,16 @@ def test_vllm_uses_weights_of_trusted_users(servers: Servers[Outcome, GpufsMount
     assert servers.start(*nobody).tokens == expected
     assert servers.bytes_read() < read + MIB  # headers alone
     published.unlink()
-    assert servers.start(*nobody).tokens == expected  # root's directory is closed to it
-    assert not servers.published()
+    assert servers.start(*nobody).tokens == expected
+    (own,) = servers.published()
+    assert (own.parent.name, own.stat().st_uid) == (f"vllm-{NOBODY}", NOBODY)
     assert servers.start().tokens == expected
-    os.chown(published, NOBODY, NOBODY)
+    assert servers.published() == sorted([own, published])
+    published.unlink()
+    read = servers.bytes_read()
     assert servers.start(extra={"trust": ["nobody"]}).tokens == expected
-    assert published.stat().st_uid == NOBODY
-    assert servers.start().tokens == expected
-    assert published.stat().st_uid == 0  # replaced
+    assert servers.published() == [own]
+    assert servers.bytes_read() < read + MIB
 
 
 def test_vllm_ranks_share_weights(servers: Servers[Outcome, GpufsMount]) -> None:
@@ -227,11 +274,143 @@ def test_vllm_takes_new_weights_from_a_file(servers: Servers[Outcome, GpufsMount
     gpufs_torch.publish(weights, new, replace=True)
     wrong = [str(shards[0]), str(new.with_name("missing")), "new.safetensors"]
     options = {"weight_transfer_config": {"backend": "gpufs"}}
-    done = servers.start(updates=[*wrong, str(new), str(servers.model)], extra={"share": False}, options=options)
+    done = servers.start(updates=[*wrong, str(new), str(servers.model)], options=options)
     assert done.tokens == expected[0]
     for text, told in zip(done.updated, ("mount", "missing", "absolute"), strict=False):
         assert isinstance(text, str)
         assert told in text
     assert done.updated[3:] == [expected[1], expected[0]]
-    with pytest.raises(AssertionError, match="share"):
-        servers.start(options=options)
+    assert not servers.published()
+
+
+# Some longer than a block of the prefix cache, and one of them with the beginning of another.
+PROMPTS = ([5, 6, 7, 8, 9], [42], *([number * 37 % 2000 for number in range(count)] for count in (300, 400)))
+VERSIONS = 5
+
+
+def ask(address: str, prompt: Sequence[int]) -> list[int]:
+    """Returns the tokens of an answer over HTTP."""
+    body = {"model": "policy", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    data = json.dumps({**body, "return_token_ids": True}).encode()
+    request = urllib.request.Request(f"{address}/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return list(json.load(answer)["choices"][0]["token_ids"])
+
+
+def wrong_files(good: Path) -> Iterator[tuple[str, Path]]:
+    """Yields what is wrong with a file, and the file. All tensors differ from those of the good one."""
+    weights = {name: tensor + 1 for name, tensor in load_file(good).items() if "rotary" not in name}
+    down, gate, key = (
+        f"model.layers.2.{name}.weight" for name in ("mlp.down_proj", "mlp.gate_proj", "self_attn.k_proj")
+    )
+    wrong = good.with_name("wrong.safetensors")
+    yield "missing", wrong
+    yield "relative", Path(good.name)
+    yield "off the mount", Path(__file__)
+    wrong.mkdir()
+    yield "an empty directory", wrong
+    wrong.rmdir()
+    os.mkfifo(wrong)
+    yield "a FIFO", wrong
+    wrong.unlink()
+    for what, content in (
+        ("empty", b""),
+        ("damaged", b"\x10" + bytes(7) + b"not a header" + bytes(1000)),
+        ("cut off", good.read_bytes()[:MIB]),
+        ("another format", b"PK\3\4" + bytes(1000)),
+    ):
+        wrong.write_bytes(content)
+        yield what, wrong
+    for what, tensors in (
+        ("too narrow", {**weights, down: weights[down][:, :64].contiguous()}),
+        ("too wide", {**weights, gate: torch.cat([weights[gate]] * 2)}),
+        ("an unknown name", {**weights, "model.layers.2.extra.weight": weights[gate]}),
+        ("names with a prefix", {f"policy.{name}": tensor for name, tensor in weights.items()}),
+        ("a part of a layer", {name: tensor for name, tensor in weights.items() if name != key}),
+        ("another dtype", {**weights, down: weights[down].to(torch.int8)}),
+        ("a layer more", {**weights, "model.layers.9.mlp.down_proj.weight": weights[down]}),
+    ):
+        gpufs_torch.publish(tensors, wrong)
+        yield what, wrong
+
+
+@pytest.mark.timeout(1800)
+def test_vllm_is_updated_as_the_howto_says(servers: Servers[Outcome, GpufsMount]) -> None:
+    """What docs/howto/update-weights-in-place.md prints: tokens are those of fresh engines, and no answer is a mixture.
+
+    Files that do not fit leave the engine as it is, and so does a trainer that dies.
+    """
+    page = (REPOSITORY / "docs/howto/update-weights-in-place.md").read_text()
+    original, good = servers.scratch / "model", servers.mount.device / "policy.safetensors"
+    make_tokenizer(original, 2048)
+    shutil.copytree(original, servers.model, dirs_exist_ok=True)
+
+    def shown(section: str) -> list[str]:
+        """Returns the blocks of code in a section, with the names of this test."""
+        (text,) = re.findall(rf"^## {section}\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)
+        blocks = re.findall(r"(?:^    .*\n)(?:\n*^    .*\n)*", text, re.MULTILINE)
+        named = (block.replace("/mnt/gpufs/gpu0", str(servers.mount.device)) for block in blocks)
+        return [textwrap.dedent(block.replace(" MODEL ", f" {servers.model} ")) for block in named]
+
+    def version_of(number: int) -> Path:
+        return servers.scratch / f"version{number}"
+
+    publish, command, program = shown("The trainer")[0], *shown("vLLM")
+    policy = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16)
+    fresh: list[list[list[int]]] = []  # of each version, the answers
+    for version in range(VERSIONS + 1):
+        policy.save_pretrained(version_of(version))
+        engine = servers.start(
+            model=version_of(version), load_format="auto", prompts=PROMPTS, options={"max_model_len": 512}
+        )
+        fresh.append(engine.answers)
+        torch.manual_seed(version)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+    assert all(len({tuple(answers[number]) for answers in fresh}) == VERSIONS + 1 for number in range(len(PROMPTS)))
+
+    arguments = ("--served-model-name", "policy", "--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16")
+    ended = threading.Event()
+    with servers.serve(command.strip(), *arguments, VLLM_PLUGINS="gpufs") as address, ThreadPoolExecutor(1) as pool:
+
+        def answers() -> list[list[int]]:
+            return [ask(address, prompt) for prompt in PROMPTS]
+
+        def ask_all_the_time() -> None:
+            while not ended.is_set():
+                for number, prompt in enumerate(PROMPTS):
+                    assert ask(address, prompt) in [answers[number] for answers in fresh]
+
+        assert answers() == fresh[0]
+        trainer: dict[str, Any] = {}
+        asking = pool.submit(ask_all_the_time)
+        try:
+            for version in range(1, VERSIONS + 1):
+                policy = transformers.AutoModelForCausalLM.from_pretrained(version_of(version), dtype=torch.bfloat16)
+                exec(publish, {"policy": policy})
+                if version == 1:
+                    exec(program.replace("http://localhost:8000", address), trainer)
+                else:
+                    trainer["update"](str(good))
+                assert answers() == fresh[version], version
+        finally:
+            ended.set()
+        asking.result()
+
+        tried = []
+        for what, file in wrong_files(good):
+            with pytest.raises(urllib.error.HTTPError):
+                trainer["update"](str(file))
+            assert answers() == fresh[VERSIONS], what
+            tried.append(what)
+        assert len(tried) >= 10
+
+        # A trainer dies before the end; the next one begins. What the first one named is forgotten.
+        gpufs_torch.publish(load_file(version_of(1) / "model.safetensors"), good)
+        trainer["post"]("/start_weight_update")
+        trainer["post"]("/update_weights", update_info={"path": str(good)})
+        trainer["begin"]()
+        assert answers() == fresh[VERSIONS]
+        trainer["update"](str(good))
+        assert answers() == fresh[1]

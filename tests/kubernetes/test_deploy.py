@@ -25,10 +25,33 @@ RENDER: dict[str, Any] = runpy.run_path(str(ROOT / "scripts/render-chart"))
 # Values that use all of the chart.
 ALL = {
     "mount": {"options": ["--trust-readers"], "resources": {"limits": {"memory": "4Gi"}}},
-    "csi": {"labelNode": True, "env": [{"name": "HF_ENDPOINT", "value": "http://hub"}]},
+    "csi": {
+        "labelNode": True,
+        "env": [{"name": "HF_ENDPOINT", "value": "http://hub"}],
+        "serviceAccountAnnotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/models"},
+    },
     "nodeSelector": {"nvidia.com/gpu.present": "true"},
+    "podLabels": {"team": "serving"},
+    "podAnnotations": {"sidecar.istio.io/inject": "false"},
     "imagePullSecrets": [{"name": "registry"}],
     "metrics": {"podMonitor": True, "alerts": True, "dashboard": True, "labels": {"release": "prometheus"}},
+}
+# What platforms set.
+VALUES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "all": ALL,
+    "mounted by the host": {"mount": {"by": "host"}},
+    "no volumes": {"csi": {"enabled": False}},
+    "no volumes, but metrics": {"csi": {"enabled": False}, "metrics": {"podMonitor": True, "alerts": True}},
+    "no metrics": {"metrics": {"enabled": False, "podMonitor": True}},
+    "every node": {"affinity": None, "tolerations": [], "priorityClassName": ""},
+    "a pool of nodes": {
+        "affinity": None,
+        "nodeSelector": {"pool": "gpu"},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    },
+    "AMD": {"mount": {"driver": "hip", "runtimeClassName": "", "options": ["--memory", "40G"]}},
+    "another kubelet": {"csi": {"kubeletDir": "/var/lib/k0s/kubelet", "driverName": "models.example"}},
 }
 BAD: list[dict[str, Any]] = [
     {"mount": {"by": "pod"}},
@@ -38,6 +61,8 @@ BAD: list[dict[str, Any]] = [
     {"csi": {"driverName": "-x"}},
     {"csi": {"labelnode": True}},
     {"metrics": {"port": 0}},
+    {"podLabels": {"team": 1}},
+    {"affinity": []},
     {"imagee": {}},
 ]
 
@@ -115,17 +140,26 @@ def chart() -> Any:
     return pytest.importorskip("helm_python", reason="scripts/check deploy installs it").Chart.load(str(CHART))
 
 
-@pytest.mark.parametrize("values", [{}, ALL, {"mount": {"by": "host"}}, {"csi": {"enabled": False}}], ids=str)
-def test_the_chart(chart: Any, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", VALUES)
+def test_the_chart(chart: Any, name: str) -> None:
     """Helm renders it, and Kubernetes would take the result."""
+    values = VALUES[name]
     chart.validate_schema(values)
-    found = manifests("\n---\n".join(chart.render(values, name="one", namespace="here").values()))
+    files = chart.render(values, name="one", namespace="here")
+    found = manifests("\n---\n".join(text for path, text in files.items() if path.endswith(".yaml")))
     validate(found)
     check_fits(found)
     kinds = {one["kind"] for one in found}
     names = {one["metadata"]["name"] for one in found if one["kind"] == "DaemonSet"}
     assert ("one-mount" in names) == (values.get("mount", {}).get("by") != "host")
     assert ("one-csi" in names) == values.get("csi", {}).get("enabled", True)
+    assert ("one-metrics" in names) == values.get("metrics", {}).get("enabled", True)
+    for one in (one["spec"]["template"] for one in found if one["kind"] == "DaemonSet"):
+        assert ("affinity" in one["spec"]) == ("affinity" not in values)
+        assert one["metadata"]["labels"].items() >= values.get("podLabels", {}).items()
+        assert all(
+            container.get("resources") for container in one["spec"]["containers"] if container["name"] != "mount"
+        )
     assert kinds.issuperset({"PodMonitor", "PrometheusRule", "ConfigMap", "ClusterRole"}) == (values == ALL)
     if values == ALL:
         (dashboard,) = [one["data"]["gpufs.json"] for one in found if one["kind"] == "ConfigMap"]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -59,6 +63,48 @@ class Servers(Generic[Outcome, Mount]):
         return self.outcome(**json.loads(last))
 
     @contextmanager
+    def serve(self, command: str, *arguments: str, **environment: str) -> Iterator[str]:
+        """Runs a command of `vllm` with more arguments, and yields its address when it answers."""
+        programs = self.scratch / "bin"
+        programs.mkdir(exist_ok=True)
+        vllm = programs / "vllm"
+        vllm.write_text(f'#!/bin/sh\nexec {self.python} {REPOSITORY}/tests/support/vllm_command.py "$@"\n')
+        vllm.chmod(0o755)
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        environment = {
+            **os.environ,
+            "HOME": str(self.scratch),
+            "HF_HUB_OFFLINE": "1",
+            **self.environment,
+            **environment,
+        }
+        environment["PATH"] = f"{programs}:{os.environ['PATH']}"
+        log = self.scratch / "server.log"
+        with log.open("wb") as output:
+            server = subprocess.Popen(
+                ["bash", "-c", f"{command} {shlex.join(arguments)} --port {port}"],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        address = f"http://127.0.0.1:{port}"
+
+        def answers() -> bool:
+            assert server.poll() is None, log.read_text()
+            with suppress(OSError):
+                return bool(urllib.request.urlopen(f"{address}/health", timeout=10).status == HTTPStatus.OK)
+            return False
+
+        try:
+            wait_until(answers, 600, "vllm serve")
+            yield address
+        finally:
+            Preloaded(server).kill()
+            self.log = log.read_text()
+
+    @contextmanager
     def preload(self, sockets: Path, options: Mapping[str, Any]) -> Iterator[Preloaded]:
         """Keeps the model in a process of vLLM's own weight cache, with sockets in that folder."""
         words: list[Any] = [
@@ -95,7 +141,7 @@ class Servers(Generic[Outcome, Mount]):
 
     def published(self) -> list[Path]:
         """The weights that engines have published."""
-        return sorted(self.mount.device.glob(f"{self.program}/*"))
+        return sorted(self.mount.device.glob(f"{self.program}*/*.safetensors"))
 
     def bytes_read(self) -> int:
         """Bytes of the model's and of published weights that were ever read through the mount."""
@@ -138,6 +184,16 @@ def make_model(folder: Path, seed: int, width: int = 512, layers: int = 6, shard
     return _write(transformers.Qwen3ForCausalLM, config, folder, seed, shards)
 
 
+def make_tokenizer(folder: Path, words: int) -> None:
+    """Writes a tokenizer with so many words beside a model."""
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    known = {f"t{number}": number for number in range(words)}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="t0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(folder)
+
+
 def make_experts(folder: Path, seed: int) -> int:
     """Writes a small random mixture of 8 experts, of which each token has 2."""
     import transformers
@@ -162,7 +218,7 @@ def _form(width: int, layers: int) -> dict[str, Any]:
         "num_attention_heads": width // 64,
         "num_key_value_heads": width // 128,
         "head_dim": 64,
-        "max_position_embeddings": 64,
+        "max_position_embeddings": 512,
         "tie_word_embeddings": False,
     }
 

@@ -109,7 +109,7 @@ def sleep_and_wake(engine: Any, model: Path, parameters: dict[str, Any]) -> list
     """Returns the parked bytes of the published weights before, while and after the engine sleeps, and tokens then."""
 
     def parked() -> int:
-        return sum(int(os.getxattr(file, "user.gpufs.parked_bytes")) for file in model.parent.glob("sglang/*"))
+        return sum(int(os.getxattr(file, "user.gpufs.parked_bytes")) for file in model.parent.glob("sglang*/*"))
 
     found: list[Any] = [parked()]
     engine.release_memory_occupation()

@@ -22,7 +22,7 @@ class Settings(NamedTuple):
     """onednn: whether vLLM may move weights into oneDNN's forms. attempts: see `try_to`. options: more settings.
 
     stops: a folder, see `support.stops`. There are "load", "generate" and "end". updates: files with new weights, each
-    loaded while the engine runs.
+    loaded while the engine runs. prompts: what to answer besides PROMPT.
     """
 
     model: str
@@ -33,6 +33,7 @@ class Settings(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012  not changed
     stops: str | None = None
     updates: tuple[str, ...] = ()
+    prompts: tuple[list[int], ...] = ()
 
 
 class Outcome(NamedTuple):
@@ -40,7 +41,7 @@ class Outcome(NamedTuple):
 
     start_seconds: until the engine is there. load_seconds: of loading the model alone, which takes own_bytes of this
     process' memory (torch's on a GPU) and device_bytes of the whole device's. log: what the plug-in says. updated: the
-    tokens after each update, or why it failed.
+    tokens after each update, or why it failed. answers: to the prompts.
     """
 
     tokens: list[int]
@@ -53,6 +54,7 @@ class Outcome(NamedTuple):
     device_bytes: int
     log: list[str]
     updated: list[list[int] | str]
+    answers: list[list[int]]
 
 
 def main() -> None:
@@ -75,15 +77,14 @@ def main() -> None:
         model_loader_extra_config=settings.extra,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        max_model_len=64,
-        **{"dtype": "bfloat16", **settings.options},
+        **{"dtype": "bfloat16", "max_model_len": 64, **settings.options},
     )
     start_seconds = time.perf_counter() - start
     stop(settings.stops, "generate")
 
-    def generate() -> list[int]:
-        parameters = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
-        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], parameters, use_tqdm=False)
+    def generate(prompt: list[int] = PROMPT) -> list[int]:
+        parameters = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=prompt is not PROMPT)
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
         return list(output.outputs[0].token_ids)
 
     tokens = generate()
@@ -92,10 +93,12 @@ def main() -> None:
     config = llm.llm_engine.vllm_config
     external = get_model_loader(config.load_config).get_external_weight_memory(config)
     errors = [try_to(attempt, llm) for attempt in settings.attempts]
+    assert generate() == tokens
     updated = [update(path, llm) or generate() for path in settings.updates]
     stop(settings.stops, "end")
     load = loads[0] if loads else (0.0, 0, 0)  # none where ranks are processes of their own
-    outcome = Outcome(tokens, private, external, errors, start_seconds, *load, log, updated)
+    answers = [generate(prompt) for prompt in settings.prompts]
+    outcome = Outcome(tokens, private, external, errors, start_seconds, *load, log, updated, answers)
     print(json.dumps(outcome._asdict()), file=sys.__stdout__, flush=True)
 
 
@@ -108,7 +111,7 @@ class PluginLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == "vllm.gpufs":
-            self._lines.append(record.getMessage())
+            self._lines.append(record.getMessage().removeprefix("gpufs: "))
 
 
 def measure_loads(stops: str | None, log: logging.Handler) -> list[tuple[float, int, int]]:

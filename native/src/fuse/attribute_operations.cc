@@ -40,6 +40,9 @@ std::optional<std::string> activity_of(const Inode& inode, std::string_view name
   if (name == "reads") return std::to_string(seen.operations(Flow::kFromDevice));
   if (name == "writes") return std::to_string(seen.operations(Flow::kToDevice));
   if (name == "parked_bytes") return std::to_string(inode.buffer()->bytes_parked());
+  if (name == "leases") return std::to_string(inode.buffer()->leases(/*writable=*/false));
+  if (name == "writers") return std::to_string(inode.buffer()->leases(/*writable=*/true));
+  if (name == "changes") return std::to_string(Inode::Reader(inode)->record.changes);
   if (name != "last_backend") return std::nullopt;
   const std::size_t last = seen.last();
   return last < observe::kBackendCount ? std::string(observe::kBackendNames[last]) : std::string();

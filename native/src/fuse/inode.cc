@@ -70,6 +70,7 @@ void Inode::was_written(SetIdLoss loss) {
   const Timestamp now = Timestamp::now();
   const Writer writer(*this);
   gpufs_attributes& attributes = writer->record.attributes;
+  ++writer->record.changes;
   set_mtime(attributes, now);
   set_ctime(attributes, now);
   attributes.mode = mode_without_set_id(attributes.mode, loss);

@@ -263,6 +263,7 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait)
   ours.gid = changes.gid.value_or(ours.gid);
   if (changes.atime) set_atime(ours, *changes.atime);
   if (changes.mtime) set_mtime(ours, *changes.mtime);
+  if (changes.size) ++writer->record.changes;
   set_ctime(ours, Timestamp::now());
   records_.done({});
   return {};

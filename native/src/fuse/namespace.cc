@@ -255,8 +255,9 @@ Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std:
 // ---- limits ----
 
 Status Namespace::limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes) {
-  const NamesWriter writer(mutex_, table_);
   const InodePointer directory = table_.find(ino);
+  const std::string path = directory ? path_of(*directory).value_or("") : "";  // as it is now, for messages
+  const NamesWriter writer(mutex_, table_);
   if (!directory || !directory->is_directory() || directory->is_fixed() || directory->names_.closed()) {
     return Status(EINVAL, "only directories on a device, MOUNT/gpu0 and below, can have a limit");
   }
@@ -273,7 +274,7 @@ Status Namespace::limit_directory(std::uint64_t ino, std::optional<std::uint64_t
     if (is_below || (charged && charged == account)) members.push_back(std::move(inode));
   }
   const bool is_new = account == nullptr;
-  if (is_new && bytes) account = std::make_shared<Account>("the limited directory");
+  if (is_new && bytes) account = std::make_shared<Account>("directory " + path);
   if (!bytes) account = nullptr;
   if (account) account->set_limit(*bytes);
   if (is_new || !bytes) {

@@ -36,6 +36,7 @@ constexpr std::uint64_t kCachedDenominator = 4;
 // Smaller stores go to the page cache, from which they are likely read again.
 constexpr std::uint64_t kSmallestDirectStore = std::uint64_t{1} << 20;
 constexpr std::chrono::microseconds kBusyPoll{20};
+constexpr std::chrono::milliseconds kSpin{1};
 
 }  // namespace
 
@@ -477,14 +478,15 @@ void Pipeline::drain() {
   }
 }
 
-// A thread that spins sees the end soonest. While other slots keep the device busy nothing is lost by sleeping instead,
-// and the CPU is left to others.
+// A thread that spins sees the end soonest. While other slots keep the device busy, or the device makes no progress,
+// nothing is lost by sleeping instead, and the CPU is left to others.
 void Pipeline::wait_for(Slot& slot) {
   {
     const observe::Span span(observe::TraceKind::kDeviceWait, device_index_, 0, 0, facts_.trace_id);
     const auto busy = std::count_if(slots_.begin(), slots_.end(), [](const auto& other) { return other->busy; });
+    const auto spins_until = std::chrono::steady_clock::now() + kSpin;
     while (!done(slot)) {
-      if (busy > 1) {
+      if (busy > 1 || std::chrono::steady_clock::now() > spins_until) {
         std::this_thread::sleep_for(kBusyPoll);
       } else {
         std::this_thread::yield();

@@ -109,6 +109,9 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // A lease of the last process, on the first `bytes` alone: the buffer may have grown since, by holes perhaps.
   virtual Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label);
 
+  // How many leases there are on its memory, or of these for writing.
+  [[nodiscard]] virtual std::size_t leases(bool /*writable*/) const { return 0; }
+
   // Of the host tier: what parked contents take there.
   [[nodiscard]] virtual std::uint64_t bytes_parked() const { return 0; }
 

@@ -88,6 +88,27 @@ ExtentBuffer::WritePin::~WritePin() {
   buffer_->state_changed_.notify_all();
 }
 
+ExtentBuffer::Turn::~Turn() {
+  if (!listed_) return;
+  {
+    const std::lock_guard lock(buffer_.state_mutex_);
+    std::erase(buffer_.turns_, this);
+  }
+  buffer_.state_changed_.notify_all();
+}
+
+Status ExtentBuffer::Turn::take(Wait wait) {
+  std::unique_lock lock(buffer_.state_mutex_);
+  std::vector<const Turn*>& turns = buffer_.turns_;
+  const auto overlaps = [this](const Turn* other) { return other->offset_ < end_ && offset_ < other->end_; };
+  if (wait == Wait::kForbidden && std::any_of(turns.begin(), turns.end(), overlaps)) return would_wait();
+  turns.push_back(this);
+  listed_ = true;
+  buffer_.state_changed_.wait(
+      lock, [&] { return std::none_of(turns.begin(), std::find(turns.begin(), turns.end(), this), overlaps); });
+  return {};
+}
+
 template <typename Work>
 Status ExtentBuffer::for_each_piece(const ReadPin& held, Work work) {
   const Snapshot& snapshot = *held.snapshot;
@@ -253,6 +274,8 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
   Status status = check_end(offset, source.size(), &end);
   if (!status.ok()) return status;
   if (source.empty()) return std::size_t{0};
+  Turn turn(*this, offset, end);
+  TRY(turn.take(wait));
   {
     WritePin held;
     status = acquire_write(offset, end, &held, {.speculative = true, .wait = wait});

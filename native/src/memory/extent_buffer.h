@@ -95,6 +95,7 @@ class ExtentBuffer : public Buffer {
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label,
                                        std::optional<std::uint64_t> placement = std::nullopt) override;
   Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label) override;
+  [[nodiscard]] std::size_t leases(bool writable) const override;
   [[nodiscard]] std::uint64_t bytes_parked() const override { return parked_bytes_.load(std::memory_order_acquire); }
 
   // ---- growth ----
@@ -209,6 +210,23 @@ class ExtentBuffer : public Buffer {
     ExtentBuffer* buffer_ = nullptr;  // null: not listed
     SnapshotPointer snapshot_;
     Extent range_;  // positions
+  };
+  // Keeps calls of write() that overlap apart, in the order in which they came. Others that write do not take turns: a
+  // load holds its range for long.
+  class Turn {
+   public:
+    Turn(ExtentBuffer& buffer, std::uint64_t offset, std::uint64_t end) : buffer_(buffer), offset_(offset), end_(end) {}
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+    // Returns once no earlier call overlaps this one.
+    Status take(Wait wait);
+
+   private:
+    ExtentBuffer& buffer_;
+    const std::uint64_t offset_;
+    const std::uint64_t end_;
+    bool listed_ = false;
   };
   class SharedLease;
   class Exclusion;
@@ -369,12 +387,13 @@ class ExtentBuffer : public Buffer {
 
   // Nothing that waits is called, and no snapshot destroyed, under it. Order of locks: docs/design/requests.md#locks
   mutable std::mutex state_mutex_;
-  std::condition_variable state_changed_;  // a writer or a snapshot is gone, or the gate has opened
+  std::condition_variable state_changed_;  // a writer, a turn or a snapshot is gone, or the gate has opened
   // Guarded by state_mutex_. A buffer's extents are those of snapshot_, which only the holder of mutation_mutex_
   // replaces.
   SnapshotPointer snapshot_;                // never null
   std::uint64_t snapshots_ = 0;             // that exist, with those which only pins still hold
   std::vector<WritePin*> writers_;          // all pins for writing
+  std::vector<const Turn*> turns_;          // of calls of write(), the oldest first
   std::vector<const SharedLease*> leases_;  // added by holders of mutation_mutex_
   std::uint64_t write_limit_ = kNoLimit;    // writes that end above it take the slow path
   std::uint64_t publish_limit_ = kNoLimit;  // a shrink is in progress: no size above it

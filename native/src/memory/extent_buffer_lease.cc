@@ -133,6 +133,12 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::optional<st
   return {};
 }
 
+std::size_t ExtentBuffer::leases(bool writable) const {
+  const std::lock_guard lock(state_mutex_);
+  return static_cast<std::size_t>(
+      std::ranges::count_if(leases_, [writable](const SharedLease* lease) { return lease->writable_ || !writable; }));
+}
+
 bool ExtentBuffer::leased() const {
   const std::lock_guard lock(state_mutex_);
   // A lease on an empty file keeps no memory until it is refreshed.

@@ -7,8 +7,25 @@ app.kubernetes.io/name: gpufs
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{- define "gpufs.podMetadata" -}}
+{{- with .Values.podAnnotations }}
+annotations: {{ toJson . }}
+{{- end }}
+labels:
+  {{- with .Values.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- include "gpufs.labels" . | nindent 2 }}
+{{- end }}
+
 {{- define "gpufs.scheduling" -}}
-priorityClassName: {{ .Values.priorityClassName }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets: {{ toJson . }}
 {{- end }}
