@@ -268,6 +268,12 @@ def _set_id(call: Callable[[ctypes.c_uint32], int], number: int) -> int:
     return before
 
 
+def resident_bytes() -> int:
+    """Return how much memory this process has."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def trim_heap() -> None:
     """Return the heap's free memory to the system; malloc keeps most of it."""
     _libc.malloc_trim(0)

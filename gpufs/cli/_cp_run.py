@@ -43,7 +43,9 @@ class CpOptions(TreeOptions):
     @property
     def of_each_copy(self) -> CopyOptions:
         """The options that concern single files."""
-        return CopyOptions(self.fastpath, self.fsync, self.verify, self.preserve, self.partial)
+        return CopyOptions(
+            *(self.fastpath, self.fsync, self.verify, self.preserve, self.partial, self.update, self.replace)
+        )
 
 
 def run(names: list[str], directories: list[str], options: CpOptions) -> int:
@@ -171,6 +173,7 @@ class Run(CopyReport):
         """Copy from or to URLs. Errors are printed and collected."""
         from gpufs.copying import store_copy  # other copies need none of it
 
+        self.has_limit = True
         options, exact = self._options, self._options.exact
         with _misuse("--"):
             check_options(options.of_each_copy, "a URL")
@@ -196,6 +199,7 @@ class Run(CopyReport):
         """Copy from or to another machine. Errors are printed and collected."""
         from gpufs.copying import host_copy
 
+        self.has_limit = True
         options = self._options
         with _misuse("--"):
             check_options(options.of_each_copy, "HOST:PATH")

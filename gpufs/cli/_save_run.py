@@ -78,7 +78,7 @@ class SaveReport(CopyReport):
     @property
     def is_good(self) -> bool:
         """Whether nothing has failed, and nobody has interrupted it."""
-        return not self.errors and not self.cancel.cancelled
+        return not self.failures and not self.cancel.cancelled
 
 
 @contextmanager

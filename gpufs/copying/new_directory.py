@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
 from gpufs import safe_path, syscalls
-from gpufs.copying.entries import make_durable
+from gpufs.copying.entries import sync_directory
 from gpufs.new_file import has_name, part_name
 from gpufs.trees import remove_below, remove_tree
 
 _RENAME_EXCHANGE: Final = 2
+_LOCK_SECONDS: Final = 2.0  # for a process that has just been killed to end
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -66,12 +68,11 @@ class NewDirectory:
         try:
             if os.fstat(fd).st_uid != os.geteuid():
                 raise OSError(errno.EEXIST, f"{self._part} beside it belongs to another user: remove it")
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OSError(errno.EBUSY, "another save to this name is in progress") from None
-            except OSError:
-                pass  # not all file systems have locks
+            deadline = time.monotonic() + _LOCK_SECONDS
+            while not _is_locked(fd):
+                if time.monotonic() > deadline:
+                    raise OSError(errno.EBUSY, "another save to this name is in progress")
+                time.sleep(0.02)
             if not has_name(fd, self._part, self._above):
                 raise OSError(errno.EBUSY, "another save to this name has just ended")
             os.fchmod(fd, 0o700)
@@ -111,7 +112,7 @@ class NewDirectory:
             if not os.path.samestat(replaced, self._old):
                 syscalls.renameat2(self._above, part, self._above, name, _RENAME_EXCHANGE)
                 raise OSError(errno.EBUSY, "another process has put something else there", self._path)
-        make_durable(self.fd, self._above, synced=True)
+        sync_directory(self._above)
         os.close(self.fd)
         self.fd = -1
         if self._old is not None:
@@ -131,3 +132,14 @@ class NewDirectory:
         if self._above >= 0:
             os.close(self._above)
             self._above = -1
+
+
+def _is_locked(fd: int) -> bool:
+    """Return whether nobody else has a directory, which is then locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # not all file systems have locks
+    return True

@@ -344,8 +344,6 @@ class Restore(SavedFiles):
         outcome: Outcome
         try:
             outcome = self._load(path, record)
-        except FileExistsError:
-            outcome = CopyError(errno.EEXIST, "is in the way", source, end)
         except OSError as error:
             outcome = copy_error(error, source, end)
         except Exception as error:  # noqa: BLE001 - the other files are still restored
@@ -357,18 +355,22 @@ class Restore(SavedFiles):
         progress = self.report.reporter(source)
         with self.opened(record) as file, self._parent(path) as (directory, name):
             new = NewFile.create(directory, 0o600)
-            try:
-                target = OpenFile(Entry(end, name, directory, follow=False), os.dup(new.fd), os.fstat(new.fd))
-                job = CopyJob(self.context, file, target, progress=progress, cancel=self.cancel)
-                result = job.run()
+
+            def complete() -> None:
                 if os.fstat(new.fd).st_size != record.size:
                     raise CopyError(errno.EIO, "was changed while it was restored", source)
                 if self.verify:
                     self.check(new.fd, record, source, progress)
                 self._set_attributes(new.fd, record, stat.S_IFREG)
-                new.complete(name, replace=self.overwrite)
-            finally:
-                new.close()
+                try:
+                    new.complete(name, replace=self.overwrite)
+                except FileExistsError:
+                    raise CopyError(errno.EEXIST, "is in the way", source, end) from None
+
+            target = OpenFile(Entry(end, name, directory, follow=False), new.fd, os.fstat(new.fd))
+            result = CopyJob(
+                self.context, file, target, new=new, complete=complete, progress=progress, cancel=self.cancel
+            ).run()
         return result._replace(sha256=record.sha256 if self.verify else None)
 
     # ---- attributes, and what needs all files ----

@@ -43,6 +43,7 @@ from gpufs.copying.manifest import (
 )
 from gpufs.copying.new_directory import NewDirectory
 from gpufs.copying.part_sums import PART_BYTES, MovedBytes, PartReader, Sums
+from gpufs.copying.patterns import Selection
 from gpufs.copying.types import (
     CopyError,
     CopyOptions,
@@ -52,7 +53,7 @@ from gpufs.copying.types import (
     TreeOptions,
     TreeReport,
 )
-from gpufs.copying.walk import Folder, Step, Steps, selected, walk_files
+from gpufs.copying.walk import Folder, Step, Steps, walk_files
 from gpufs.exceptions import text_of
 from gpufs.syscalls import closed_after, path_of
 
@@ -151,7 +152,7 @@ class Save:
         needed = 0
         for directory, _ in self._saved.directories:
             steps = self._walk(directory, lambda path, error: None)
-            for step in selected(steps, self._options.include, self._options.exclude):
+            for step in Selection(self._options.include, self._options.exclude).of(steps):
                 if self._cancel.cancelled:
                     return False
                 if step.kind == "file" and step.size and step.status is not None:

@@ -197,6 +197,7 @@ class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
     bytes: int
     since: float
     asleep: bool = False
+    placement: int | None = None
 
 
 _REQUESTS: Final = {kind.__name__: kind for kind in protocol.kinds(Request)}
@@ -408,7 +409,8 @@ def _restore_client(
     slots = _read_slots(record, peer)
     first = next_message(sock)
     queued = _noted(first)  # the next daemon receives it
-    unanswered = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry != queued]
+    requests = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry != queued]
+    unanswered = [entry for entry in requests if entry.kind in _REQUESTS]  # another version may have had others
     leases: list[tuple[KeptLease, Lease | None]] = []
     registered = []
     label = str(peer)

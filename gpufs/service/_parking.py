@@ -16,7 +16,6 @@ from gpufs.protocol import Asked, Declined, Park
 from gpufs.service._channel import ClientChannel, ClientProcess
 from gpufs.service._scope import RequestScope
 from gpufs.service._served_mount import Holder, ServedMount
-from gpufs.threads import run_to_the_end
 
 _PAUSE: Final = 0.02  # between two looks whether programs sleep by now
 _NAMED: Final = 5  # programs in a message
@@ -79,7 +78,8 @@ class Parking:
                 raise OSError(EBUSY, question.declined)
             if busy := [holder for holder in served.holders.leases_on(inodes) if not holder.asleep]:
                 raise OSError(EBUSY, _in_use(busy, f"has not gone to sleep within {message.wait:g} s"))
-            count = await run_to_the_end(functools.partial(served.park, inodes), channel.user.calls)
+            # If the client ends in between, the thread goes on: all of the files move.
+            count = await scope.in_thread(functools.partial(served.park, inodes))
             channel.log(logging.INFO, "parked %d files", count)
         except BaseException:
             self._ask(awake, "wake")  # also those that go to sleep later
@@ -97,7 +97,7 @@ class Parking:
         """Serve BringBack. OSError as ServedMount.bring_back()."""
         served = self._served
         inodes = await scope.in_thread(permit)
-        await run_to_the_end(functools.partial(served.bring_back, inodes), channel.user.calls)
+        await scope.in_thread(functools.partial(served.bring_back, inodes))
 
         def find() -> list[Holder]:
             found = [holder for holder in served.holders.leases_on(inodes) if holder.asleep]

@@ -1,7 +1,6 @@
 """The mount that the service serves: its buffers, memory that programs register, and who uses memory in place."""
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -22,12 +21,10 @@ from gpufs.service._user import Limits
 from gpufs.syscalls import trusted
 from gpufs.units import bytes_text
 
-log = logging.getLogger(__name__)
-
 # A write through the mount waits as long for the memory of files that have just been removed.
 SPACE_SECONDS: Final = 3.0
 REGISTERED: Final = "registered"  # the mode of a registration
-_NAMED: Final = 3  # files in a message about a full device
+_NAMED: Final = 3  # files in a message
 # Why a file cannot be parked that others need not stay for: it has no memory of a device's, or was removed.
 _STAYS: Final = (EINVAL, EISDIR, ENOENT)
 
@@ -43,6 +40,7 @@ class Holder:
     private: bool = False
     read_only: bool = False  # the program's descriptor does not allow writing
     bytes: int = 0
+    placement: int | None = None  # where in the memory its program has the first byte
     charged: tuple[int, int] = (0, 0)  # the device of a private copy, and the bytes that it takes there
     since: float = field(default_factory=time.time)
     scope: RequestScope | None = None  # of a lease, which ends with it
@@ -265,8 +263,9 @@ class ServedMount:
 
     def lease_again(self, holder: Holder, *, writable: bool) -> Lease:
         """Open the lease of a holder again, whose file may be parked. OSError ENOSPC as bring_back()."""
+        wanted, label = holder.placement, str(holder.peer)
         with self._space_explained([holder.ino], parks=False):
-            return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=str(holder.peer))
+            return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=label, placement=wanted)
 
     def check_space(self, inodes: Sequence[int], *, parks: bool) -> None:
         """OSError ENOSPC or EDQUOT with the figures unless files can be parked, or come back, together.
@@ -356,8 +355,8 @@ class ServedMount:
         OSError EBUSY if one is in use, EOPNOTSUPP without host memory, ENOSPC and EDQUOT if that is full.
         """
         moved: list[int] = []
-        with self._space_explained(inodes, parks=True):
-            try:
+        try:
+            with self._space_explained(inodes, parks=True):
                 for ino in inodes:
                     try:
                         if not self.is_parked(ino) and self.mount.inode_park(ino):
@@ -365,9 +364,8 @@ class ServedMount:
                     except OSError as error:
                         if error.errno not in _STAYS:
                             raise
-            except OSError:
-                self._move_back(moved, self.mount.inode_bring_back)
-                raise
+        except OSError as error:
+            raise self._moved_back(error, moved, self.mount.inode_bring_back) from None
         return len(moved)
 
     def bring_back(self, inodes: Sequence[int]) -> None:
@@ -380,24 +378,27 @@ class ServedMount:
         if len(parked) > 1:  # one alone takes what it can get
             self.check_space(parked, parks=False)
         moved: list[int] = []
-        with self._space_explained(parked, parks=False):
-            try:
+        try:
+            with self._space_explained(parked, parks=False):
                 for ino in parked:
                     with contextlib.suppress(FileNotFoundError):
                         self.mount.inode_bring_back(ino)
                         moved.append(ino)
-            except OSError:
-                self._move_back(moved, self.mount.inode_park)
-                raise
+        except OSError as error:
+            raise self._moved_back(error, moved, self.mount.inode_park) from None
 
-    @staticmethod
-    def _move_back(moved: list[int], move: Callable[[int], object]) -> None:
-        """Undo what was done to the first of several files."""
+    def _moved_back(self, failure: OSError, moved: Sequence[int], move: Callable[[int], object]) -> OSError:
+        """Undo what was done to the first of several files. The failure, with the names of those that stay moved."""
+        stuck = []
         for ino in reversed(moved):
             try:
                 move(ino)
-            except OSError as error:
-                log.warning("inode %d was moved, others were not, and it cannot go back: %s", ino, error.strerror)
+            except OSError:
+                stuck.append(self.name_of(ino) or f"inode {ino}")
+        if not stuck:
+            return failure
+        more = f" and {len(stuck) - _NAMED} more" if len(stuck) > _NAMED else ""
+        return OSError(failure.errno, f"{failure.strerror}; cannot go back: {', '.join(stuck[:_NAMED])}{more}")
 
     def register(self, holder: Holder, wanted: Register, memory: int, taken: list[int]) -> int | None:
         """Make a client's memory the contents of the holder's file.

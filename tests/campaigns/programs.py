@@ -109,6 +109,6 @@ def attacked(place: Place) -> str:
     mount = place.root.parents[1]
     seconds = 10 if place.quick else 300
     directory = prepare_fuzz(mount)
-    fuzz(mount, seconds, os.getpid())
+    longest = fuzz(mount, seconds, os.getpid())
     shutil.rmtree(directory)
-    return f"{seconds} s of attacks, seed {os.getpid()}"
+    return f"{seconds} s of attacks, seed {os.getpid()}; others waited {longest:.2f} s at most"

@@ -310,7 +310,10 @@ gpufs.torch.attach_module(model, sys.argv[1])
 PAGE
 x = torch.ones(1000)
 first = model(x)
-print("ready", flush=True)
+try:
+    gpufs.torch.sleep(model)
+except gpufs.DeviceFull:
+    print("full", flush=True)
 rounds = 0
 while True:
     with idle:
@@ -335,11 +338,12 @@ def test_a_program_that_is_asked(mount: Any, driver: str, tmp_path: Path) -> Non
         save_file({name: torch.rand(1000, 1000)}, folder / places[name])
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     filler = made.path / "host0/filler"
+    filler.write_bytes(bytes(8 << 20))
     script = COMPUTING.replace("PAGE", block("howto/several-models.md", "when_asked"))
     with attaching.program(script, folder) as computing:
         assert computing.stdout is not None
         assert computing.stdout.readline() == "True\n"
-        for _ in range(3):
+        for _ in range(2):
             filler.write_bytes(bytes(8 << 20))
             assert gpufs_command("sleep", folder, check=False).returncode == 1  # the program goes on
             filler.unlink()

@@ -228,13 +228,13 @@ def prepare_fuzz(mount: Path) -> Path:
     return directory
 
 
-def fuzz(mount: Path, seconds: float, seed: int, *, users: int = 2) -> None:
+def fuzz(mount: Path, seconds: float, seed: int, *, users: int = 2) -> float:
     """Attacks by several users at once, each for a few seconds: a user with too many bad connections is locked out.
 
-    Fails if another user waits for more than a second in between.
+    Fails if another user waits for more than a second in between. Returns the longest wait.
     """
     deadline = time.monotonic() + seconds
-    with watched(mount, 1.0):
+    with watched(mount, 1.0) as took:
         _attack_until(deadline, mount, seed, users)
     directory = mount / "gpu0/attacked"
     assert (directory / "secret").read_bytes() == Fuzzer.SECRET * 4 * MIB
@@ -242,6 +242,7 @@ def fuzz(mount: Path, seconds: float, seed: int, *, users: int = 2) -> None:
     assert (directory / "small").read_bytes() == b"p" * 5000
     for name in ("secret", "public"):
         assert int(os.getxattr(directory / name, "user.gpufs.parked_bytes")) == 0, f"{name} was moved by others"
+    return max(took.values())
 
 
 def _attack_until(deadline: float, mount: Path, seed: int, users: int) -> None:
