@@ -17,15 +17,14 @@ from typing import Any, Final
 from gpufs import mounting
 from gpufs.cli._output import countdown_text, json_text, printable
 from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
-from gpufs.copying.types import MOST_FAILURES, STREAM, Outcome, Totals
+from gpufs.copying.types import MOST_FAILURES, STREAM, Outcome, Totals, check_memory
 from gpufs.exceptions import text_of
-from gpufs.syscalls import os_error, resident_bytes
+from gpufs.syscalls import os_error
 from gpufs.units import bytes_text, rate_text
 
 # Of what --json lists. What is not listed any more is counted.
 _MOST_LISTED: Final = 256 << 20
 _ONE_SIGNAL_SECONDS: Final = 0.5  # a terminal or a service manager may send one to several processes
-_MOST_MEMORY: Final = 4 << 30  # of a command that servers or other machines fill
 
 
 class ProgressLine:
@@ -155,9 +154,11 @@ class CopyReport:
 
     def tick(self) -> None:
         """Draw the progress line, and end copies for which a server makes this process too large."""
-        if self.has_limit and not self.cancel.cancelled and resident_bytes() > _MOST_MEMORY:
-            text = f"ended at {bytes_text(_MOST_MEMORY)} of memory: the other side sends too much at once"
-            self.failed("", None, OSError(errno.ENOMEM, text))
+        try:
+            if self.has_limit and not self.cancel.cancelled:
+                check_memory()
+        except OSError as error:
+            self.failed("", None, error)
             self.cancel.cancel()
         if self._bar is not None:
             progress = self._totals.progress()

@@ -129,7 +129,7 @@ def copy_tree(
         if stop.cancelled:
             raise CopyError(errno.ECANCELED, "", source, destination)
         report.tick()
-    more = f" and {report.more} more" if report.more else ""
+    more = f" and {report.failures - MOST_FAILURES} more" if report.failures > MOST_FAILURES else ""
     return results_of(report.outcomes, f"copies of {source}{more}")
 
 
@@ -175,8 +175,7 @@ class _Report:
     ) -> None:
         self.warned = warn
         self.outcomes: list[Outcome] = []
-        self.more = 0  # failures that are not among them
-        self._failures = 0
+        self.failures = 0  # of which the first are among them
         self._source = source
         self._progress = progress
         self._totals = Totals()
@@ -197,11 +196,9 @@ class _Report:
         self._fail(copy_error(error, source or self._source, destination))
 
     def _fail(self, error: CopyError) -> None:
-        self._failures += 1
-        if self._failures <= MOST_FAILURES:
+        self.failures += 1
+        if self.failures <= MOST_FAILURES:
             self.outcomes.append(error)
-        else:
-            self.more += 1
 
     def skipped(self) -> None:
         """Nothing is to be reported."""

@@ -14,12 +14,15 @@ from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 from gpufs._naming import named_in
 from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded, class_of, text_of
+from gpufs.syscalls import resident_bytes
+from gpufs.units import bytes_text
 
 Fastpath: TypeAlias = Literal["auto", "off", "require"]
 
 # That a report keeps: a server can cause any number.
 MOST_FAILURES: Final = 10_000
 _MOST_RUNNING: Final = 10_000  # files in a sum of progress
+_MOST_MEMORY: Final = 4 << 30
 
 # The name of a pipe, in messages.
 STREAM: Final = "-"
@@ -89,6 +92,13 @@ def check_options(options: CopyOptions, where: Literal["a URL", "HOST:PATH"]) ->
     for name, reason in _UNFIT[where].items():
         if given[name]:
             raise OSError(errno.EINVAL, f"{name} cannot be used with {where}: {reason}")
+
+
+def check_memory() -> None:
+    """Raise OSError ENOMEM if the other side of a copy makes this process, which does nothing else, too large."""
+    if resident_bytes() > _MOST_MEMORY:
+        text = f"the copy takes {bytes_text(_MOST_MEMORY)} of memory: the other side sends too much at once"
+        raise OSError(errno.ENOMEM, text)
 
 
 @named_in("gpufs")

@@ -31,10 +31,17 @@ def _say(**values: Any) -> None:
 
 
 def _reporter() -> Callable[[Any], None]:
+    from gpufs.copying.types import check_memory
+
     last = 0.0
 
     def report(progress: Any) -> None:
         nonlocal last
+        try:
+            check_memory()
+        except OSError as error:
+            _say(ok=False, errno=error.errno, text=error.strerror)
+            os._exit(1)  # a thread that asks a store may not end soon
         if time.monotonic() - last >= _REPORT_SECONDS:
             last = time.monotonic()
             _say(moved=progress.moved, total=progress.total)

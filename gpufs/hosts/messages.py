@@ -29,9 +29,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-# The versions of this protocol that this program speaks. Both sides use the newest that both speak.
-OLDEST_VERSION: Final = 1
-NEWEST_VERSION: Final = 1
+VERSION: Final = 1  # of this protocol, which both sides must speak
 
 _MOST: Final = 4096  # bytes of a path, characters of a text
 # What the other side sends is checked against these types, and nowhere else if they can say it.
@@ -48,19 +46,15 @@ Time: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 class HostHello(msgspec.Struct, tag="Hello"):
     """The first message of each side."""
 
-    oldest: Count
-    newest: Count
+    version: Count
     program: Text  # the version of gpufs, for messages
     nixl: bool = False  # whether NIXL is installed
 
     def check(self, host: str) -> None:
-        """Raise OSError EPROTONOSUPPORT if the two sides have no version in common."""
-        if self.newest < OLDEST_VERSION or self.oldest > NEWEST_VERSION:
-            text = (
-                f"gpufs {self.program} there speaks versions {self.oldest} to {self.newest} of the protocol, and this "
-                f"one {OLDEST_VERSION} to {NEWEST_VERSION}: install the same gpufs on both"
-            )
-            raise OSError(errno.EPROTONOSUPPORT, text, host)
+        """Raise OSError EPROTONOSUPPORT for another version."""
+        if self.version != VERSION:
+            text = f"gpufs {self.program} there speaks version {self.version} of the protocol, and this one {VERSION}"
+            raise OSError(errno.EPROTONOSUPPORT, f"{text}: install the same gpufs on both", host)
 
 
 class FileAttributes(msgspec.Struct):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 from gpufs.hosts import nixl
 from gpufs.hosts.channel import BLOCK_BYTES, ConnectionEnded, HostChannel, HostProtocolError
@@ -22,7 +22,8 @@ _PROGRESS_SECONDS: Final = 0.0005
 _TIMED_FROM: Final = 256 << 20
 _TIMED_BYTES: Final = 128 << 20
 
-T = TypeVar("T")
+_Answer: TypeAlias = Measured | Free | Window
+T = TypeVar("T", Measured, Free, Window)
 
 
 @dataclass(eq=False)
@@ -38,29 +39,22 @@ class Outlet:
         self._block = memoryview(bytearray(BLOCK_BYTES))
         self._nixl: Nixl | None = None  # once NIXL is chosen
         self._slot: int | None = None  # the one that buffer() has returned
-        self._answers: SimpleQueue[Measured | None] = SimpleQueue()  # None: nothing more is received
-        self._free: SimpleQueue[int | None] = SimpleQueue()  # slots, and the same
-        self._windows: SimpleQueue[Window | None] = SimpleQueue()  # and the same
+        # What has been received, by its kind. None: nothing more is received.
+        self._answers: dict[type[_Answer], SimpleQueue[Any]] = {kind: SimpleQueue() for kind in get_args(_Answer)}
         self._in_place = False  # whether the receiver opens windows, and write() has not been slower
         self._timed: tuple[float, int] | None = None  # when the current file was at which offset
 
-    def take(self, message: Measured | Free | Window) -> None:
+    def take(self, message: _Answer) -> None:
         """Take what the receiver has answered."""
-        queue: SimpleQueue[Any] = self._answers
-        answer: object = message
-        if isinstance(message, Free):
-            queue, answer = self._free, message.number
-        elif isinstance(message, Window):
-            queue = self._windows
+        queue = self._answers[type(message)]
         if queue.qsize() >= nixl.SLOTS or (isinstance(message, Free) and message.number >= nixl.SLOTS):
             raise HostProtocolError("an answer that was not asked for")
-        queue.put(answer)
+        queue.put(message)
 
     def end(self) -> None:
         """Nothing more is received."""
-        self._answers.put(None)
-        self._free.put(None)
-        self._windows.put(None)
+        for queue in self._answers.values():
+            queue.put(None)
 
     def choose(self, size: int) -> None:
         """Find out, if ``size`` bytes are worth it, whether NIXL is faster, and let the receiver know."""
@@ -75,12 +69,12 @@ class Outlet:
             self._choose_pipe(error.strerror or "")
             return
         self.channel.send(slots.offer)
-        answer = self._wait(self._answers, slots)
+        answer = self._wait(Measured, slots)
         began = time.monotonic()
         for _ in range(nixl.SLOTS):
             self.channel.send_data(self._block)
         self.channel.send(Measure())
-        self._wait(self._answers, slots)
+        self._wait(Measured, slots)
         rate = nixl.SLOTS * BLOCK_BYTES / (time.monotonic() - began)
         if answer.rate <= rate:
             slots.close()
@@ -88,7 +82,7 @@ class Outlet:
             return
         self._nixl, self._in_place = slots, answer.in_place
         for number in range(nixl.SLOTS):
-            self._free.put(number)
+            self.take(Free(number))
         self.channel.send(Chosen(True))
 
     def begin(self) -> None:
@@ -100,7 +94,7 @@ class Outlet:
         if self._nixl is None:
             return self._block
         if self._slot is None:
-            self._slot = self._wait(self._free, self._nixl)
+            self._slot = self._wait(Free, self._nixl).number
         return self._nixl.slot(self._slot)
 
     def send(self, count: int) -> None:
@@ -145,7 +139,7 @@ class Outlet:
             except ConnectionEnded:  # of NIXL alone
                 return offset
             self.channel.send(InPlace())
-            window = self._wait(self._windows, self._nixl)
+            window = self._wait(Window, self._nixl)
             if not window.metadata:
                 return offset
 
@@ -164,9 +158,9 @@ class Outlet:
             slots = [] if self._slot is None else [self._slot]
             self._slot = None
             while len(slots) < nixl.SLOTS:
-                slots.append(self._wait(self._free, self._nixl))
+                slots.append(self._wait(Free, self._nixl).number)
             for number in slots:
-                self._free.put(number)
+                self.take(Free(number))
 
     def close(self) -> None:
         if self._nixl is not None:
@@ -177,11 +171,11 @@ class Outlet:
         self.notice(text)
         self.channel.send(Chosen(False, text))
 
-    def _wait(self, queue: SimpleQueue[T | None], slots: Nixl) -> T:
+    def _wait(self, kind: type[T], slots: Nixl) -> T:
         """Return what the other thread receives next, and let the receiver read at the same time."""
         while True:
             try:
-                answer = queue.get(timeout=_PROGRESS_SECONDS)
+                answer: T | None = self._answers[kind].get(timeout=_PROGRESS_SECONDS)
             except Empty:
                 slots.progress()
                 continue

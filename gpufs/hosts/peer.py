@@ -22,7 +22,7 @@ from gpufs.hosts.channel import (
     HostProtocolError,
     RefusedError,
 )
-from gpufs.hosts.messages import NEWEST_VERSION, OLDEST_VERSION, HostHello
+from gpufs.hosts.messages import VERSION, HostHello
 from gpufs.hosts.names import HostName, ssh_argument
 from gpufs.syscalls import start_thread
 
@@ -39,7 +39,7 @@ _NOT_FOUND: Final = 127  # the exit code of shells
 
 
 def our_hello() -> HostHello:
-    return HostHello(OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed())
+    return HostHello(VERSION, __version__, nixl.is_installed())
 
 
 def encoded(text: str) -> str:
