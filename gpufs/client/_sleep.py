@@ -128,7 +128,8 @@ def change(found: Sequence[Attachment], what: Move) -> int:
             if each.take_newest() and wakes:
                 done.append(each)  # awake, as the newest version
         left = [each for each in todo if each not in done]
-        check_together(left, what)
+        if not wakes or len(left) > 1:  # one alone takes what it can get
+            check_together(left, what)
         for each in left:
             if each.wake() if wakes else each.sleep():
                 done.append(each)
