@@ -1,7 +1,7 @@
 """Opens paths that lead through directories of other users, without their symbolic links.
 
 Whoever may write to a directory can put a link into it at any moment, so a path is followed name by name, and each
-descriptor is what was checked. Imports nothing of gpufs: the guard uses it, too.
+descriptor is what was checked.
 """
 
 import os
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import ELOOP, ENOENT
 from typing import Final, NamedTuple
+
+from gpufs.syscalls import open_directory, path_of
 
 _FOLLOWED: Final = os.O_PATH | os.O_CLOEXEC
 _MOST_LINKS: Final = 40
@@ -31,7 +33,7 @@ class Place(NamedTuple):
         """Its path without symbolic links."""
         if self.follow:
             return os.readlink(self.name, dir_fd=self.directory)
-        folder = os.readlink(f"/proc/self/fd/{self.directory}")
+        folder = os.readlink(path_of(self.directory))
         return folder if self.name == "." else os.path.join(folder, self.name)
 
     def open(self, flags: int, mode: int = 0o777) -> int:
@@ -92,9 +94,11 @@ def _find(path: str, *, checks: bool) -> Place:
                     step = os.open(name, _FOLLOWED, dir_fd=folder)
                 else:
                     return Place(folder, name, follow=True)
-            elif not names:
+            else:
                 os.close(step)
-                return Place(folder, name)
+                if not names:
+                    return Place(folder, name)
+                step = open_directory(folder, os.fsencode(name))
             os.close(folder)
             folder = step
     except BaseException:

@@ -25,7 +25,8 @@ _STATX_TYPE_MODE_INO: Final = 0x1 | 0x2 | 0x100
 _STATX_BASIC: Final = 0x7FF
 _STATX_BYTES: Final = 256
 _STATFS_BYTES: Final = 256  # more than any architecture's struct statfs
-_RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
+_RESOLVE_NO_LINKS: Final = 0x04 | 0x02  # RESOLVE_NO_SYMLINKS, _NO_MAGICLINKS
+_RESOLVE_BENEATH: Final = 0x08
 _RESOLVE_NO_XDEV: Final = 0x01
 _OPEN_TREE_CLONE: Final = 1
 _MOUNT_ATTR: Final = 0x1 | 0x2 | 0x4  # MOUNT_ATTR_RDONLY, _NOSUID, _NODEV
@@ -128,7 +129,20 @@ def open_beneath(directory: int, path: bytes, flags: int, mode: int = 0, *, cros
 
     Without ``cross_mounts`` also not into what is mounted below it: OSError EXDEV.
     """
-    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, _RESOLVE | (0 if cross_mounts else _RESOLVE_NO_XDEV))
+    resolve = _RESOLVE_BENEATH | _RESOLVE_NO_LINKS | (0 if cross_mounts else _RESOLVE_NO_XDEV)
+    return _openat2(directory, path, flags, mode, resolve)
+
+
+def open_directory(directory: int, name: bytes) -> int:
+    """Open a directory of another one, also "..", with O_PATH, and never through a symbolic link.
+
+    What an automounter has there is mounted, unlike by openat(2) with O_PATH.
+    """
+    return _openat2(directory, name + b"/.", os.O_PATH | os.O_DIRECTORY, 0, _RESOLVE_NO_LINKS)
+
+
+def _openat2(directory: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
+    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, resolve)
     return _check(_libc.syscall(_SYS_OPENAT2, directory, path, how, len(how)))
 
 

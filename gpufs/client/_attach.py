@@ -66,7 +66,9 @@ class Attachment:
         self.mapping = mapping
         # What follows the file, and how each takes over the newest version. False: there is none, or it is unusable.
         self.followers: weakref.WeakKeyDictionary[Any, Callable[[Any], bool]] = weakref.WeakKeyDictionary()
+        self.layout: Any = None  # of the version in use, if something follows the file
         self.following = threading.RLock()  # one change of the version at a time, with what the followers do then
+        self.is_lost = False  # the memory is mapped no longer, since a change of the version failed in the middle
         self._lock = threading.Lock()  # one refresh, sleep, wake or change of the version at a time
         self._pci_address = answer.pci_address
         self._own(identity, connection, answer.id)
@@ -94,6 +96,7 @@ class Attachment:
             answer, pieces = _daemons.repeat_if_it_dies(ask)
         _add(self.mapping, pieces, answer, self.path)
         self.size, self.placement = answer.size, answer.placement
+        self.is_lost = False
 
     def sleep(self) -> bool:
         """Unmap the memory and keep its addresses. False: it sleeps already. OSError as gpufs.sleep().
@@ -142,11 +145,12 @@ class Attachment:
         with self.following:
             return any(take(follower) for follower, take in list(self.followers.items())[:1])  # for all of them
 
-    def take_version(self, path: str, check: Callable[[int], None]) -> bool:
+    def take_version(self, path: str, check: Callable[[int], object]) -> bool:
         """Map the file that has a name now at the addresses of this one, and end the lease on this one.
 
         A failure leaves everything as it is, unless its text says otherwise. What sleeps is awake afterwards. ``check``
-        gets an open descriptor of the file; what it raises refuses the version. False if it is this file, or none.
+        gets an open descriptor of the file and returns its layout; what it raises refuses the version. False if it is
+        this file, or none.
         """
         with self._lock:
             try:
@@ -159,7 +163,7 @@ class Attachment:
                     return False
                 if status.st_dev != self.identity[0]:
                     raise OSError(errno.EXDEV, "the new version is on another mount", path)
-                check(fd)
+                layout = check(fd)
                 connection, (answer, pieces) = _lease(fd, mounts, self.mode, self.placement)
             try:
                 self._check_version(answer, pieces, path)
@@ -180,8 +184,8 @@ class Attachment:
             former = self._connection, self._number
             self._finalizer.detach()
             self._own((status.st_dev, status.st_ino), connection, answer.id)
-            self.is_asleep = False
-            self.size = answer.size
+            self.is_asleep = self.is_lost = False
+            self.size, self.layout = answer.size, layout
             former[0].detach(former[1])
             return True
 
@@ -203,13 +207,23 @@ class Attachment:
         if self.is_asleep:
             self.mapping.clear()
             return
+        self.is_lost = True
         try:
-            self.mapping.clear()
-            self._map_rest()
-            self._explain()
+            self._map_again()
         except OSError as error:
             text = f"the new version could not be mapped ({failure}), nor the old one again: attach the file"
             raise OSError(error.errno or errno.EIO, f"{text} ({text_of(error)})", self.path) from None
+
+    def restore(self) -> None:
+        """Map the memory again if it is lost. OSError if that fails again."""
+        with self._lock:
+            if self.is_lost:
+                self._map_again()
+
+    def _map_again(self) -> None:
+        self.mapping.clear()
+        self._map_rest()
+        self._explain()
 
     def _explain(self) -> None:
         """Say which accesses to the memory are fatal from now on."""

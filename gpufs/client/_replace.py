@@ -34,7 +34,8 @@ def replace(new: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
         access control list and the pin (`gpufs pin`) of the old one.
     path
         The file that it replaces. Both are on one device of one mount. Their sizes are equal; and for files whose
-        tensors gpufs finds (safetensors, GGUF, npy, npz, torch.save), names, types, shapes and offsets of all tensors.
+        tensors gpufs finds (safetensors, GGUF, npy, npz, torch.save), names, types, shapes and offsets of all tensors;
+        for files of `gpufs.torch.publish` strides and ties, too.
 
     Raises
     ------

@@ -122,24 +122,21 @@ def change(found: Sequence[Attachment], what: Move) -> int:
     """Let attachments sleep or wake, all of them or none; returns the bytes of those that it changed."""
     wakes = what == "wake"
     todo = [each for each in found if each.is_asleep == wakes]
-    done: list[Attachment] = []
     try:
         for each in todo:
-            if each.take_newest() and wakes:
-                done.append(each)  # awake, as the newest version
-        left = [each for each in todo if each not in done]
+            each.take_newest()  # which is awake
+        left = [each for each in todo if each.is_asleep == wakes]
         if not wakes or len(left) > 1:  # one alone takes what it can get
             check_together(left, what)
-        for each in left:
-            if each.wake() if wakes else each.sleep():
-                done.append(each)
+        for each in todo:
+            each.wake() if wakes else each.sleep()
     except BaseException as failure:
-        stuck = [each.path for each in reversed(done) if not _undone(each)]
+        stuck = [each.path for each in reversed(todo) if each.is_asleep != wakes and not _undone(each)]
         if stuck and isinstance(failure, OSError):
             text = f"{text_of(failure)}; {', '.join(stuck)} {'is awake' if wakes else 'sleeps'}"
             raise failure_of_mount(OSError(failure.errno, text), str(failure.filename or stuck[0])) from None
         raise
-    return sum(each.size for each in done)
+    return sum(each.size for each in todo if each.is_asleep != wakes)
 
 
 def _undone(attachment: Attachment) -> bool:

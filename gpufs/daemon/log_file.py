@@ -1,4 +1,4 @@
-"""Opens a mount's log file. The guard uses it, too, and loads no more of gpufs."""
+"""Opens a mount's log file, for the daemon and the guard."""
 
 import os
 import stat

@@ -351,12 +351,13 @@ class Mount(Handle):
         """
         return Buffer._adopt(self.engine, result_of(HANDLE, lib.gpufs_mount_buffer, self._handle, ino))
 
-    def lease_again(self, ino: int, size: int, *, writable: bool, label: str) -> Lease:
-        """Open a lease that another process had on the first ``size`` bytes of a file. ``label``: as of Lease.
+    def lease_again(self, ino: int, size: int, *, writable: bool, label: str, placement: int | None = None) -> Lease:
+        """Open a lease that its holder had before on the first ``size`` bytes of a file. ``label``: as of Lease.
 
-        EngineError ENOENT without such a file.
+        ``placement``: as of Lease. EngineError ENOENT without such a file.
         """
-        wanted = ino, lib.GPUFS_LEASE_WRITE if writable else 0, size, label.encode()
+        place = -1 if placement is None else placement
+        wanted = ino, lib.GPUFS_LEASE_WRITE if writable else 0, size, label.encode(), place
         return Lease._adopt(result_of(HANDLE, lib.gpufs_lease_open_again, self._handle, *wanted))
 
     def inode_register(

@@ -21,6 +21,7 @@ from gpufs.formats import FormatError
 from gpufs.formats.budget import BoundedFile, Budget
 from gpufs.formats.element_types import IN_SAFETENSORS
 from gpufs.formats.element_types import named as element_named
+from gpufs.formats.layout import MAX_EXTENT
 from gpufs.formats.safetensors import MAX_NAME, without_garbage_collection
 
 MAGIC: Final = b"PK\x03\x04"
@@ -39,7 +40,6 @@ _PICKLE: Final = "data.pkl"
 _MAX_PICKLE: Final = 1 << 26
 _MAX_DIMENSIONS: Final = 64
 _MAX_DEPTH: Final = 100
-_MAX_NUMBER: Final = (1 << 63) - 1
 _SHOWN: Final = 100  # characters of what a file contains, in messages
 # The names of safetensors for the storages of torch, or torch's where it has none. An untyped storage has its dtype in
 # the tensor.
@@ -224,21 +224,22 @@ class _StorageType(NamedTuple):
 _TENSOR: Final = object()  # the class torch.Tensor
 
 
+def _need(condition: bool, what: str) -> None:
+    """Raise FormatError unless the condition holds. ``what``: what the pickle has then."""
+    if not condition:
+        raise FormatError(f"the pickle has {what}: use torch.load(), if you trust the file's author")
+
+
 def _numbers(values: Any) -> tuple[int, ...]:
     numbers: Any = values.shape if type(values) is Size else values
-    if type(numbers) is not tuple or len(numbers) > _MAX_DIMENSIONS:
-        raise FormatError(
-            f"a tensor of the pickle has a shape or strides that are no {_MAX_DIMENSIONS} numbers or less"
-        )
-    if not all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers):
-        raise FormatError("a tensor of the pickle has a shape or strides that are not unsigned numbers")
-    return numbers
+    _need(type(numbers) is tuple and len(numbers) <= _MAX_DIMENSIONS, "a shape or strides of another kind")
+    _need(all(type(one) is int and 0 <= one <= MAX_EXTENT for one in numbers), "a shape or strides that are no numbers")
+    return tuple(numbers)
 
 
 def _size(values: Any = ()) -> Size:
     size = Size(_numbers(values))
-    if prod(size.shape) > _MAX_NUMBER:
-        raise FormatError(f"a tensor of the pickle has more than {_MAX_NUMBER} elements")
+    _need(prod(size.shape) <= MAX_EXTENT, f"a tensor of more than {MAX_EXTENT} elements")
     return size
 
 
@@ -246,59 +247,40 @@ def _tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, _: Any = None, metadata: Any = None
 ) -> StoredTensor:
     """Do what torch._utils._rebuild_tensor_v2 does. The hooks before the metadata are ignored by torch.load, too."""
-    if type(storage) is not Storage or type(offset) is not int or not 0 <= offset <= _MAX_NUMBER:
-        raise FormatError("a tensor of the pickle has no storage, or its offset is not an unsigned number")
+    _need(type(storage) is Storage and type(offset) is int and 0 <= offset <= MAX_EXTENT, "a tensor without a storage")
     extents, steps = _size(shape).shape, _numbers(strides)
-    if len(extents) != len(steps):
-        raise FormatError(f"a tensor of the pickle has {len(extents)} extents and {len(steps)} strides")
+    _need(len(extents) == len(steps), f"a tensor of {len(extents)} extents and {len(steps)} strides")
     bits = metadata if type(metadata) is dict else {}
     unknown = next((key for key in bits if key not in ("conj", "neg")), None)
-    if unknown is not None:
-        raise FormatError(f"a tensor of the pickle has {unknown!r}, which is not known: use torch.load()")
+    _need(unknown is None, f"a tensor with {unknown!r}, which is not known")
     tensor = StoredTensor(storage, storage.dtype, offset, extents, steps, bool(requires_grad))
     return tensor._replace(conjugated=bool(bits.get("conj")), negated=bool(bits.get("neg")))
 
 
-def _tensor_of_dtype(
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    strides: Any,
-    requires_grad: Any,
-    hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
-) -> StoredTensor:
+def _tensor_of_dtype(*arguments: Any) -> StoredTensor:
     """Do what torch._utils._rebuild_tensor_v3 does, for dtypes whose storage is untyped."""
-    if type(dtype) is not Dtype:
-        raise FormatError("a tensor of the pickle has no dtype")
-    if element_named(dtype.name) is None:
-        raise FormatError(f"a tensor of torch.{dtype.name} cannot be used in place: use torch.load()")
-    return _tensor(storage, offset, shape, strides, requires_grad, hooks, metadata)._replace(dtype=dtype.name)
+    before, dtype, metadata = arguments[:6], arguments[6], arguments[7:]
+    _need(type(dtype) is Dtype, "a tensor without a dtype")
+    _need(element_named(dtype.name) is not None, f"a tensor of torch.{dtype.name}")
+    return _tensor(*before, *metadata)._replace(dtype=dtype.name)
 
 
-def _parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
-    """Do what torch._utils._rebuild_parameter does."""
-    if type(data) is not StoredTensor:
-        raise FormatError("a parameter of the pickle is not a tensor")
-    return data._replace(requires_grad=bool(requires_grad), is_parameter=True)
-
-
-def _parameter_with_attributes(data: Any, requires_grad: Any, _: Any, state: Any) -> StoredTensor:
-    """Do what torch._utils._rebuild_parameter_with_state does."""
-    return _with_attributes(_parameter(data, requires_grad), state)
+def _parameter(data: Any, requires_grad: Any, _: Any = None, state: Any = None) -> StoredTensor:
+    """Do what torch._utils._rebuild_parameter does, and _rebuild_parameter_with_state."""
+    _need(type(data) is StoredTensor, "a parameter that is not a tensor")
+    parameter: StoredTensor = data._replace(requires_grad=bool(requires_grad), is_parameter=True)
+    return parameter if state is None else _with_attributes(parameter, state)
 
 
 def _tensor_with_attributes(rebuild: Any, kind: Any, arguments: Any, state: Any) -> StoredTensor:
     """Do what torch._tensor._rebuild_from_type_v2 does for torch.Tensor itself."""
-    if rebuild not in (_tensor, _tensor_of_dtype) or kind is not _TENSOR or type(arguments) is not tuple:
-        raise FormatError("the pickle has a subclass of torch.Tensor: use torch.load(), if you trust the file's author")
+    plain = rebuild in (_tensor, _tensor_of_dtype) and kind is _TENSOR and type(arguments) is tuple
+    _need(plain, "a subclass of torch.Tensor")
     return _with_attributes(rebuild(*arguments), state)
 
 
 def _with_attributes(tensor: StoredTensor, state: Any) -> StoredTensor:
-    if state is not None and type(state) is not dict:
-        raise FormatError("a tensor of the pickle has attributes that are not a dict")
+    _need(state is None or type(state) is dict, "attributes of a tensor that are not a dict")
     return tensor._replace(attributes=state)
 
 
@@ -307,20 +289,17 @@ def _ordered_dict() -> OrderedDict[Any, Any]:
 
 
 def _device(kind: Any, index: Any = None) -> TorchDevice:
-    if type(kind) is not str or not (index is None or type(index) is int):
-        raise FormatError("the pickle has a device without a name")
+    _need(type(kind) is str and (index is None or type(index) is int), "a device without a name")
     return TorchDevice(kind[:_SHOWN], index)
 
 
 def _layout(name: Any) -> TorchLayout:
-    if type(name) is not str:
-        raise FormatError("the pickle has a layout without a name")
+    _need(type(name) is str, "a layout without a name")
     return TorchLayout(name[:_SHOWN])
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
-    if type(real) is not float or type(imaginary) is not float:
-        raise FormatError("the pickle has a complex number of something that is not a number")
+    _need(type(real) is float and type(imaginary) is float, "a complex number that is none")
     return complex(real, imaginary)
 
 
@@ -330,7 +309,7 @@ _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
     ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _parameter_with_attributes,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _tensor_with_attributes,
     ("torch", "Tensor"): _TENSOR,
     ("torch", "device"): _device,
@@ -348,17 +327,6 @@ _PLACE_BYTES: Final = 32
 _SET_BYTES: Final = 192
 _WIDE_BYTES: Final = 4  # of a character beyond ASCII, beside what others take
 _LEAF_BYTES: Final = 1 << 10  # of a tensor and what names it, for the program
-# The instructions that torch.save() writes, in all protocols.
-_PLACING: Final = (
-    "PROTO FRAME STOP BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE EMPTY_TUPLE BININT1"
-)
-_MAKING: Final = (
-    "MARK GLOBAL STACK_GLOBAL REDUCE BUILD BINPERSID BININT BININT2 LONG1 BINFLOAT TUPLE TUPLE1 TUPLE2 TUPLE3 "
-    "EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS"
-)
-# Those that make a text or bytes: how many bytes their length has.
-_TEXTS: Final = {"BINUNICODE": 4, "SHORT_BINUNICODE": 1, "BINUNICODE8": 8, "BINSTRING": 4, "SHORT_BINSTRING": 1}
-_BINARIES: Final = {"BINBYTES": 4, "SHORT_BINBYTES": 1, "BINBYTES8": 8}
 _ATOMS: Final = (str, int, float, complex, bool, bytes, type(None))
 _KEY_LEAVES: Final = (Dtype, Size, TorchDevice, TorchLayout)
 _DICTS: Final = (dict, OrderedDict, Counter)
@@ -370,18 +338,15 @@ _CONTAINERS: Final = (*_DICTS, list, tuple)
 
 def _check_key(budget: Budget, key: Any) -> None:
     """Check a key of a dict, or an item of a set: its hash must not take long, nor its text much memory."""
-    parts = key if type(key) is tuple and len(key) <= _MAX_DIMENSIONS else (key,)
-    for part in parts:
-        if not isinstance(part, _ATOMS if parts is key else (*_ATOMS, *_KEY_LEAVES)):
-            raise FormatError("the pickle has a dict or set with keys that are neither texts nor numbers")
-        if isinstance(part, (str, bytes)) and len(part) > MAX_NAME:
-            raise FormatError(f"the pickle has a dict or set with a key of {len(part)} characters")
+    several = type(key) is tuple and len(key) <= _MAX_DIMENSIONS
+    for part in key if several else (key,):
+        _need(isinstance(part, _ATOMS if several else (*_ATOMS, *_KEY_LEAVES)), "a key that is no text and no number")
+        _need(not isinstance(part, (str, bytes)) or len(part) <= MAX_NAME, f"a key of more than {MAX_NAME} characters")
     budget.take(_STEP_BYTES)
 
 
 def _set(budget: Budget, items: Any = ()) -> set[Any]:
-    if type(items) not in (list, tuple):
-        raise FormatError("the pickle has a set of something that is not a list")
+    _need(type(items) in (list, tuple), "a set of something that is not a list")
     budget.take(_SET_BYTES)
     made = set()
     for item in items:
@@ -391,8 +356,7 @@ def _set(budget: Budget, items: Any = ()) -> set[Any]:
 
 
 def _counter(budget: Budget, counts: Any = None) -> Counter[Any]:
-    if counts is not None and type(counts) is not dict:
-        raise FormatError("the pickle has a Counter of something that is not a dict")
+    _need(counts is None or type(counts) is dict, "a Counter of something that is not a dict")
     made: Counter[Any] = Counter()
     budget.take(_STEP_BYTES * len(counts or ()))
     dict.update(made, counts or {})
@@ -401,10 +365,9 @@ def _counter(budget: Budget, counts: Any = None) -> Counter[Any]:
 
 def _encoded(budget: Budget, text: Any, encoding: Any) -> bytes:
     """Return what stands for bytes in protocol 2, which has none of Python 3."""
-    if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise FormatError("the pickle has bytes in an encoding that is not known")
+    _need(type(text) is str and encoding in ("latin1", "latin-1"), "bytes in an encoding that is not known")
     budget.take(len(text))
-    return text.encode("latin-1")
+    return bytes(text, "latin-1")
 
 
 def _bytearray(budget: Budget, content: Any = b"", encoding: Any = "latin-1") -> bytearray:
@@ -422,151 +385,158 @@ _LIMITED: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
 }
 
 
-class _Unpickler(pickle._Unpickler):
-    """Runs a pickle within a budget. It builds what is listed above, and changes lists and dicts alone.
+# ---- the instructions ----
 
-    The base class is the one in Python: instructions of the other one cannot be replaced.
-    """
 
-    # What the base class has and its types lack.
-    stack: list[Any]
-    pop_mark: Callable[[], list[Any]]
-    append: Callable[[Any], None]
-    read: Callable[[int], bytes]
+class _Machine:
+    """Runs a pickle within a budget. It builds what is listed above, and changes lists and dicts alone."""
 
     def __init__(self, data: bytes, folder: str, members: Mapping[str, Member], budget: Budget) -> None:
-        self._data = io.BytesIO(data)
-        super().__init__(self._data)
+        self.data = io.BytesIO(data)
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
         self.memo: list[Any] = []
-        self.budget = budget
+        self._budget = budget
         self._folder = folder
         self._members = members
 
-    def find_class(self, module: str, name: str) -> Any:
+    def run(self) -> Any:
+        while (code := self.data.read(1)) != pickle.STOP:
+            cost, instruction = _INSTRUCTIONS[code]
+            self._budget.take(cost)
+            instruction(self)
+        return self.stack.pop()
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def number(self, count: int, *, signed: bool = False) -> int:
+        return int.from_bytes(self.data.read(count), "little", signed=signed)
+
+    def pop(self, count: int) -> list[Any]:
+        """Take the last values."""
+        place = len(self.stack) - count
+        _need(place >= 0, "too few values for an instruction")
+        values = self.stack[place:]
+        del self.stack[place:]
+        return values
+
+    def pop_mark(self) -> list[Any]:
+        """Take the values since the last mark."""
+        return self.pop(len(self.stack) - self.marks.pop())
+
+    def remember(self, place: int) -> None:
+        _need(place <= len(self.memo), "its objects numbered in another order than torch.save() does")
+        self.memo[place : place + 1] = self.stack[-1:]
+
+    def binary(self, width: int) -> bytes:
+        count = self.number(width)
+        self._budget.take(2 * count)
+        return self.data.read(count)
+
+    def text(self, width: int) -> str:
+        data = self.binary(width)
+        if not data.isascii():
+            self._budget.take(_WIDE_BYTES * len(data))
+        return data.decode("utf-8", "surrogatepass")
+
+    def append(self, items: list[Any]) -> None:
+        _need(type(self.stack[-1]) is list, "something that is no list, to which it appends")
+        self.stack[-1].extend(items)
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        _need(type(target) in _DICTS, "something that is no dict, of which it sets items")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            _check_key(self._budget, key)
+            target[key] = value
+
+    def find(self, module: str, name: str) -> None:
         # Protocol 2 has the names of Python 2.
         place = ("builtins" if module == "__builtin__" else module, name)
         if place in _LIMITED:
-            return partial(_LIMITED[place], self.budget)
-        if place not in _ALLOWED:
-            raise FormatError(
-                f"the pickle needs {module[:_SHOWN]}.{name[:_SHOWN]}, which is neither a plain tensor nor a container: "
-                "use torch.load(), if you trust the file's author"
-            )
-        return _ALLOWED[place]
+            self.push(partial(_LIMITED[place], self._budget))
+            return
+        _need(place in _ALLOWED, f"{module[:_SHOWN]}.{name[:_SHOWN]}, which is neither a plain tensor nor a container")
+        self.push(_ALLOWED[place])
 
-    def persistent_load(self, identifier: Any) -> Storage:
-        """Return a storage: ("storage", type, key, location, number of elements)."""
-        if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
-            raise FormatError("the pickle refers to something that is not a storage")
-        kind, key = identifier[1:3]
-        if type(kind) is not _StorageType or type(key) is not str or len(key) > MAX_NAME:
-            raise FormatError("the pickle refers to something that is not a storage")
-        member = self._members.get(f"{self._folder}data/{key}")
-        if member is None:
-            raise FormatError(f"the pickle refers to storage {key!r}, which the archive does not have")
-        return Storage(kind.dtype, member)
+    def call(self) -> None:
+        function, arguments = self.pop(2)
+        _need(type(arguments) is tuple, "a call without a tuple of arguments")
+        self.push(function(*arguments))
 
-    # ---- instructions ----
+    def load_storage(self) -> None:
+        """Replace ("storage", type, key, location, number of elements) by the storage."""
+        (identifier,) = self.pop(1)
+        _need(type(identifier) is tuple and len(identifier) == 5, "a reference to something that is not a storage")
+        what, kind, key = identifier[:3]
+        known = what == "storage" and type(kind) is _StorageType and type(key) is str and len(key) <= MAX_NAME
+        _need(known, "a reference to something that is not a storage")
+        name = f"{self._folder}data/{key}"
+        _need(name in self._members, f"a reference to storage {key!r}, which the archive does not have")
+        self.push(Storage(kind.dtype, self._members[name]))
 
-    def load_frame(self) -> None:
-        """Pass over the length of a frame: all of the pickle is in memory."""
-        self.read(8)
-
-    def load_global(self) -> None:
-        self.append(self.find_class(*(self._data.readline(MAX_NAME)[:-1].decode("utf-8") for _ in range(2))))
-
-    def load_reduce(self) -> None:
-        arguments = self.stack.pop()
-        if type(arguments) is not tuple:
-            raise FormatError("the pickle calls something without a tuple of arguments")
-        self.stack[-1] = self.stack[-1](*arguments)
-
-    def load_memoize(self) -> None:
-        self.memo.append(self.stack[-1])
-
-    def load_binput(self) -> None:
-        self._put(self.read(1))
-
-    def load_long_binput(self) -> None:
-        self._put(self.read(4))
-
-    def _put(self, number: bytes) -> None:
-        place = int.from_bytes(number, "little")
-        if place > len(self.memo):
-            raise FormatError("the pickle numbers its objects in another order than torch.save() does")
-        self.memo[place : place + 1] = self.stack[-1:]
-
-    def load_appends(self) -> None:
-        items = self.pop_mark()
-        if type(self.stack[-1]) is not list:
-            raise FormatError("the pickle appends to something that is not a list")
-        self.stack[-1].extend(items)
-
-    def load_append(self) -> None:
-        item = self.stack.pop()
-        if type(self.stack[-1]) is not list:
-            raise FormatError("the pickle appends to something that is not a list")
-        self.stack[-1].append(item)
-
-    def load_setitems(self) -> None:
-        self._set_items(self.pop_mark())
-
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set_items([key, value])
-
-    def _set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) not in _DICTS:
-            raise FormatError("the pickle sets items of something that is not a dict")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            _check_key(self.budget, key)
-            target[key] = value
-
-    def load_build(self) -> None:
-        state = self.stack.pop()
+    def set_state(self) -> None:
+        (state,) = self.pop(1)
         # The dict of a module has its version in an attribute.
-        if type(self.stack[-1]) is not OrderedDict or type(state) is not dict:
-            raise FormatError("the pickle sets attributes of something that is not a dict of a module")
-        if any(type(name) is not str or hasattr(OrderedDict, name) for name in state):
-            raise FormatError("the pickle replaces attributes of a dict")
-        self.budget.take(_STEP_BYTES * len(state))
+        _need(type(self.stack[-1]) is OrderedDict and type(state) is dict, "attributes of no dict of a module")
+        fits = all(type(name) is str and not hasattr(OrderedDict, name) for name in state)
+        _need(fits, "attributes that replace those of a dict")
+        self._budget.take(_STEP_BYTES * len(state))
         vars(self.stack[-1]).update(state)
 
 
-def _dispatch() -> dict[int, Callable[[Any], None]]:
-    """Return what carries out each instruction, by its code."""
-    table: dict[int, Callable[[Any], None]] = {}
-
-    def add(name: str, cost: int, instruction: Callable[[Any], None]) -> None:
-        def step(unpickler: _Unpickler) -> None:
-            unpickler.budget.take(cost)
-            instruction(unpickler)
-
-        table[getattr(pickle, name)[0]] = step
-
-    def add_text(name: str, width: int, make: Callable[[bytes], Any]) -> None:
-        def load(unpickler: _Unpickler) -> None:
-            count = int.from_bytes(unpickler.read(width), "little")
-            unpickler.budget.take(2 * count)
-            data = unpickler.read(count)
-            if make is not bytes and not data.isascii():
-                unpickler.budget.take(_WIDE_BYTES * count)
-            unpickler.append(make(data))
-
-        add(name, _STEP_BYTES, load)
-
-    for names, cost in ((_PLACING, _PLACE_BYTES), (_MAKING, _STEP_BYTES)):
-        for name in names.split():
-            own = getattr(_Unpickler, f"load_{name.lower()}", None)
-            add(name, cost, own or pickle._Unpickler.dispatch[getattr(pickle, name)[0]])
-    for texts, make in ((_TEXTS, partial(str, encoding="utf-8", errors="surrogatepass")), (_BINARIES, bytes)):
-        for name, width in texts.items():
-            add_text(name, width, make)
-    return table
-
-
-_Unpickler.dispatch = _dispatch()
+_Instruction: TypeAlias = Callable[[_Machine], object]
+# Those that torch.save() writes, in all protocols. They give an object a place, or make one.
+_PLACING: Final[Mapping[bytes, _Instruction]] = {
+    pickle.PROTO: lambda machine: machine.data.read(1),
+    pickle.FRAME: lambda machine: machine.data.read(8),
+    pickle.NONE: lambda machine: machine.push(None),
+    pickle.NEWTRUE: lambda machine: machine.push(True),
+    pickle.NEWFALSE: lambda machine: machine.push(False),
+    pickle.EMPTY_TUPLE: lambda machine: machine.push(()),
+    pickle.BININT1: lambda machine: machine.push(machine.number(1)),
+    pickle.BINGET: lambda machine: machine.push(machine.memo[machine.number(1)]),
+    pickle.LONG_BINGET: lambda machine: machine.push(machine.memo[machine.number(4)]),
+    pickle.BINPUT: lambda machine: machine.remember(machine.number(1)),
+    pickle.LONG_BINPUT: lambda machine: machine.remember(machine.number(4)),
+    pickle.MEMOIZE: lambda machine: machine.remember(len(machine.memo)),
+}
+_MAKING: Final[Mapping[bytes, _Instruction]] = {
+    pickle.MARK: lambda machine: machine.marks.append(len(machine.stack)),
+    pickle.GLOBAL: lambda machine: machine.find(*(machine.data.readline(MAX_NAME)[:-1].decode() for _ in range(2))),
+    pickle.STACK_GLOBAL: lambda machine: machine.find(*machine.pop(2)),
+    pickle.REDUCE: _Machine.call,
+    pickle.BUILD: _Machine.set_state,
+    pickle.BINPERSID: _Machine.load_storage,
+    pickle.BININT: lambda machine: machine.push(machine.number(4, signed=True)),
+    pickle.BININT2: lambda machine: machine.push(machine.number(2)),
+    pickle.LONG1: lambda machine: machine.push(machine.number(machine.number(1), signed=True)),
+    pickle.BINFLOAT: lambda machine: machine.push(*struct.unpack(">d", machine.data.read(8))),
+    pickle.TUPLE: lambda machine: machine.push(tuple(machine.pop_mark())),
+    pickle.TUPLE1: lambda machine: machine.push(tuple(machine.pop(1))),
+    pickle.TUPLE2: lambda machine: machine.push(tuple(machine.pop(2))),
+    pickle.TUPLE3: lambda machine: machine.push(tuple(machine.pop(3))),
+    pickle.EMPTY_LIST: lambda machine: machine.push([]),
+    pickle.APPEND: lambda machine: machine.append(machine.pop(1)),
+    pickle.APPENDS: lambda machine: machine.append(machine.pop_mark()),
+    pickle.EMPTY_DICT: lambda machine: machine.push({}),
+    pickle.SETITEM: lambda machine: machine.set_items(machine.pop(2)),
+    pickle.SETITEMS: lambda machine: machine.set_items(machine.pop_mark()),
+    pickle.BINUNICODE: lambda machine: machine.push(machine.text(4)),
+    pickle.SHORT_BINUNICODE: lambda machine: machine.push(machine.text(1)),
+    pickle.BINUNICODE8: lambda machine: machine.push(machine.text(8)),
+    pickle.BINSTRING: lambda machine: machine.push(machine.text(4)),
+    pickle.SHORT_BINSTRING: lambda machine: machine.push(machine.text(1)),
+    pickle.BINBYTES: lambda machine: machine.push(machine.binary(4)),
+    pickle.SHORT_BINBYTES: lambda machine: machine.push(machine.binary(1)),
+    pickle.BINBYTES8: lambda machine: machine.push(machine.binary(8)),
+}
+_INSTRUCTIONS: Final = {
+    code: (cost, instruction)
+    for table, cost in ((_PLACING, _PLACE_BYTES), (_MAKING, _STEP_BYTES))
+    for code, instruction in table.items()
+}
 
 
 def pickle_name(names: Mapping[str, Member]) -> str | None:
@@ -592,7 +562,7 @@ def read_torch_archive(file: BoundedFile, members: Mapping[str, Member]) -> Any:
     if place.bytes > _MAX_PICKLE:
         raise FormatError(f"the pickle has {place.bytes} bytes; at most {_MAX_PICKLE} are read")
     try:
-        return _Unpickler(file.read(place.offset, place.bytes), folder, members, file).load()
+        return _Machine(file.read(place.offset, place.bytes), folder, members, file).run()
     except FormatError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import BinaryIO, Final
+from typing import Final
 
 from gpufs.formats import FormatError
 from gpufs.formats.budget import BoundedFile
 from gpufs.formats.safetensors import parse_json
+from gpufs.syscalls import closed_after
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 FILE_NAME: Final = "model.safetensors"
@@ -70,11 +73,10 @@ def _read_index(path: str) -> dict[str, str]:
     """Return the path of the file of each tensor, in the order of the files' names."""
     folder = os.path.dirname(path)
     paths: dict[str, str] = {}
-    with open_file(path) as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+    with bounded(path) as file:
+        if file is None:
             raise OSError(errno.EINVAL, "is not a regular file", path)
         try:
-            file = BoundedFile.of(opened.fileno())
             places = parse_json(file.read(0, file.size), file)["weight_map"]
             for tensor, name in places.items():
                 file.take(_TENSOR_BYTES + len(folder) + len(name))
@@ -93,13 +95,16 @@ def _read_index(path: str) -> dict[str, str]:
 
 def read_beginning(path: str, count: int) -> bytes | None:
     """Return the first bytes of a file; None unless it is a regular one."""
-    with open_file(path) as file:
-        return file.read(count) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    with bounded(path) as file:
+        return None if file is None else file.beginning(count)
 
 
-def open_file(path: str) -> BinaryIO:
-    """Open a file, or whatever others have put there: it may be a FIFO without a writer."""
+@contextmanager
+def bounded(path: str) -> Iterator[BoundedFile | None]:
+    """Open a file to read its header. None if it is not a regular one: others may have put a FIFO there."""
     try:
-        return open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise link_error(error, path) from None
+    with closed_after(fd):
+        yield BoundedFile.of(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else None

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from gpufs.formats import FormatError
 from gpufs.formats.budget import BoundedFile
+from gpufs.formats.layout import MAX_EXTENT
 
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
@@ -183,6 +184,8 @@ def _read_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     if dimensions > _MAX_DIMENSIONS:
         raise FormatError(f"tensor {name[:_SHOWN]!r} has {dimensions} dimensions; GGUF has at most {_MAX_DIMENSIONS}")
     shape = struct.unpack(f"<{dimensions}Q", cursor.take(8 * dimensions))
+    if max(shape, default=0) > MAX_EXTENT:
+        raise FormatError(f"tensor {name[:_SHOWN]!r} has an extent of more than 63 bits")
     return name, tuple(reversed(shape)), cursor.number("<I"), cursor.number("<Q")
 
 

@@ -13,6 +13,7 @@ from gpufs.formats import FormatError
 
 # The name of an array in a file that names none.
 ARRAY_NAME: Final = "array"
+MAX_EXTENT: Final = (1 << 63) - 1  # of torch and numpy
 
 
 @dataclass(frozen=True, slots=True)

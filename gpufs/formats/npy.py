@@ -12,7 +12,7 @@ from numpy.lib import format as npy
 
 from gpufs.formats import FormatError, archives
 from gpufs.formats.budget import BoundedFile, BudgetExceeded
-from gpufs.formats.layout import ARRAY_NAME, TensorPlace
+from gpufs.formats.layout import ARRAY_NAME, MAX_EXTENT, TensorPlace
 
 MAGIC: Final = b"\x93NUMPY"
 # Magic, version, and the largest length field.
@@ -21,7 +21,6 @@ _PREFIX_BYTES: Final = 12
 _HEADER_BYTES: Final = 10_000
 _CHARACTER_BYTES: Final = 32  # what a character of the header takes, parsed
 _MAX_DIMENSIONS: Final = 64
-_MAX_EXTENT: Final = (1 << 63) - 1
 
 
 def read_npz(members: Mapping[str, archives.Member], file: BoundedFile) -> tuple[list[TensorPlace], dict[str, str]]:
@@ -74,7 +73,7 @@ def read_npy(file: BoundedFile, start: int, size: int) -> TensorPlace:
         raise
     except Exception as error:  # noqa: BLE001 - numpy raises many kinds, also tokenize's
         raise FormatError(f"the header of {length} bytes is not valid: {' '.join(str(error).split())}") from None
-    if len(shape) > _MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent <= _MAX_EXTENT for extent in shape):
+    if len(shape) > _MAX_DIMENSIONS or not all(type(extent) is int and 0 <= extent <= MAX_EXTENT for extent in shape):
         raise FormatError(f"the shape is not of at most {_MAX_DIMENSIONS} unsigned numbers")
     count = prod(shape)
     if dtype.hasobject:

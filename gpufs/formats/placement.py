@@ -3,17 +3,15 @@
 And the tensors that are copied because they are not.
 """
 
-import json
-import os
-import stat
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
 
 from gpufs.formats import FormatError, safetensors
-from gpufs.formats.budget import BoundedFile, BudgetExceeded
-from gpufs.formats.checkpoint import open_file
+from gpufs.formats.budget import BudgetExceeded
+from gpufs.formats.checkpoint import bounded
+from gpufs.formats.table import read_layout
 
 END: Final = 256  # a GPU's allocations are aligned to that, and so are the tensors of a file whose data begins there
 _WORD: Final = 8  # the strictest alignment of an element
@@ -48,35 +46,15 @@ def file_placement(path: str) -> int | None:
     that took too long: it is not tried again.
     """
     try:
-        with open_file(path) as opened:
-            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-                return None
-            file = BoundedFile.of(opened.fileno())
-            prefix = file.beginning(safetensors.LENGTH_BYTES + 1)
-            if prefix.endswith(b"{"):
-                return best_placement(_in_safetensors(file))
-            from gpufs.formats.table import read_layout  # which programs of safetensors alone need not load
-
-            found = read_layout(path, file)
+        with bounded(path) as file:
+            found = None if file is None else read_layout(path, file)
     except BudgetExceeded as error:
         raise FormatError(f"{path}: {error}") from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+    except (OSError, FormatError):
         return None
     if found is None or not found.tensors:
         return None
     return best_placement((tensor.offset, tensor.bytes) for tensor in found.tensors)
-
-
-def _in_safetensors(file: BoundedFile) -> Iterable[tuple[int, int]]:
-    """Offsets and bytes by a header that has not been checked: a wrong one only places the file in another way."""
-    length = safetensors.header_bytes(file.beginning(safetensors.LENGTH_BYTES), file.size)
-    header = file.read(safetensors.LENGTH_BYTES, length)
-    file.take_json(header)
-    fields = json.loads(header)
-    for name, entry in fields.items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            yield safetensors.LENGTH_BYTES + length + start, end - start
 
 
 def misplaced(entries: Mapping[str, safetensors.HeaderEntry], address: int) -> frozenset[str]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from gpufs.formats import FormatError
 from gpufs.formats.budget import BoundedFile, Budget
 from gpufs.formats.element_types import IN_SAFETENSORS
+from gpufs.formats.layout import MAX_EXTENT
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -30,7 +31,6 @@ PADDING_NAME = "gpufs.padding."
 RELEASED_KEY = "gpufs.released"
 # In the metadata of what publish() writes: what the format cannot express about the tensors.
 RECORDS_KEY = "gpufs"
-_MAX_NUMBER = 2**64 - 1
 # What may be an integer that JSON and Python read as different values. Names of tensors may match, too.
 _UNUSUAL_INTEGER = re.compile(rb"-0|[0-9]{20}")
 _FIELDS = ("dtype", "shape", "data_offsets")
@@ -184,9 +184,9 @@ def _parse_entry(name: str, value: Any) -> HeaderEntry:
         text = f"the unknown dtype {dtype[:100]!r}" if type(dtype) is str else "a dtype that is not a text"
         raise FormatError(f"tensor {name!r} has {text}")
     if not _is_numbers(shape):
-        raise FormatError(f"tensor {name!r}: shape is not a list of unsigned 64-bit numbers")
+        raise FormatError(f"tensor {name!r}: shape is not a list of unsigned 63-bit numbers")
     if not _is_numbers(offsets) or len(offsets) != 2:
-        raise FormatError(f"tensor {name!r}: data_offsets is not a pair of unsigned 64-bit numbers")
+        raise FormatError(f"tensor {name!r}: data_offsets is not a pair of unsigned 63-bit numbers")
     return HeaderEntry(dtype, tuple(shape), *offsets)
 
 
@@ -195,7 +195,7 @@ def _is_numbers(value: Any) -> bool:
         return False
     # A loop is faster than all(), and a header may have 100,000 of these lists.
     for number in value:  # noqa: SIM110
-        if type(number) is not int or not 0 <= number <= _MAX_NUMBER:
+        if type(number) is not int or not 0 <= number <= MAX_EXTENT:
             return False
     return True
 
@@ -204,10 +204,10 @@ def _tensor_bytes(name: str, entry: HeaderEntry) -> int:
     count = 1
     for extent in entry.shape:
         count *= extent
-        if count > _MAX_NUMBER:
+        if count > MAX_EXTENT:
             break
     bits = count * BITS[entry.dtype]
-    if bits > _MAX_NUMBER:
+    if bits > MAX_EXTENT:
         raise FormatError(f"tensor {name!r}: shape {list(entry.shape)} is too large")
     if bits % 8:
         raise FormatError(f"tensor {name!r} does not end at a whole byte")
@@ -217,10 +217,16 @@ def _tensor_bytes(name: str, entry: HeaderEntry) -> int:
 def build_header(entries: Iterable[tuple[str, HeaderEntry]], metadata: Mapping[str, str], *, size: int = 0) -> bytes:
     """Return the first bytes of a file: length and header, padded so that the tensors' bytes begin aligned.
 
-    size: how many bytes these are, if that is given. ValueError if the header is longer.
+    size: how many bytes these are, if that is given. ValueError if the header is longer; TypeError or ValueError for
+    what no reader would accept.
     """
+    for key, value in metadata.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise TypeError(f"metadata: {key!r}: {value!r} are not two texts, as safetensors needs them")
     fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     for name, entry in entries:
+        if name == _METADATA:
+            raise ValueError(f"safetensors files cannot have a tensor called {_METADATA}")
         fields[name] = dict(zip(_FIELDS, (entry.dtype, entry.shape, (entry.start, entry.end)), strict=True))
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     if size and LENGTH_BYTES + len(text) > size:

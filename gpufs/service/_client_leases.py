@@ -93,7 +93,7 @@ class ClientLeases:
     def adopt(self, kept: KeptLease, lease: Lease | None) -> None:
         """Go on with a lease of the former daemon, whose inode is kept. A private copy the client has for itself."""
         holder = Holder(self._channel.peer, kept.mode, kept.path, kept.ino, kept.private, kept.read_only, kept.bytes)
-        holder.since, holder.asleep = kept.since, kept.asleep
+        holder.placement, holder.since, holder.asleep = kept.placement, kept.since, kept.asleep
         holder.scope = self._channel.new_scope()
         client_lease = _ClientLease(holder, holder.scope, device=kept.device, keeps=not kept.private)
         if holder.asleep:
@@ -126,6 +126,7 @@ class ClientLeases:
     def _hold(self, client_lease: _ClientLease, lease: Lease) -> None:
         client_lease.lease = lease
         client_lease.holder.bytes = lease.bytes
+        client_lease.holder.placement = lease.placement
         self._watch(client_lease)
 
     def _watch(self, client_lease: _ClientLease) -> None:
@@ -258,9 +259,13 @@ class ClientLeases:
             # Now the file is kept. The descriptor would only keep the mount busy.
             descriptor.close()
             writable = message.mode == READ_WRITE
-            # Readers move a file once: each move makes all other users wait.
-            may_move = holder.private or not holder.read_only or info.placement == 0
-            placement = message.placement if may_move else None
+            placement = message.placement
+            if not holder.private:
+                asleep = [each.placement for each in served.holders.leases_on([ino]) if each.asleep]
+                if asleep:
+                    placement = asleep[0]  # where they have to wake
+                elif holder.read_only and info.placement != 0:
+                    placement = None  # readers move a file once: each move makes all other users wait
             lease = served.lease(buffer, holder, writable=writable, placement=placement)
             self._hold(client_lease, lease)
         if writable:
@@ -283,6 +288,7 @@ class ClientLeases:
                 holder.bytes,
                 holder.since,
                 holder.asleep,
+                holder.placement,
             )
         )
 
@@ -345,6 +351,9 @@ class ClientLeases:
         lease = self._served.lease_again(holder, writable=writable)
         try:
             check_size(lease.bytes, holder.bytes)
+            if holder.placement not in (None, place := lease.placement):
+                text = f"its first byte lies at {place} of its memory now, and lay at {holder.placement}"
+                raise OSError(errno.EBUSY, f"{text}: others use it, or the device is full; wake it again later")
         except OSError:
             lease.close()
             raise

@@ -197,6 +197,7 @@ class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
     bytes: int
     since: float
     asleep: bool = False
+    placement: int | None = None
 
 
 _REQUESTS: Final = {kind.__name__: kind for kind in protocol.kinds(Request)}

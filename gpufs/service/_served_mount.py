@@ -38,6 +38,7 @@ class Holder:
     private: bool = False
     read_only: bool = False  # the program's descriptor does not allow writing
     bytes: int = 0
+    placement: int | None = None  # where in the memory its program has the first byte
     charged: tuple[int, int] = (0, 0)  # the device of a private copy, and the bytes that it takes there
     since: float = field(default_factory=time.time)
     scope: RequestScope | None = None  # of a lease, which ends with it
@@ -260,8 +261,9 @@ class ServedMount:
 
     def lease_again(self, holder: Holder, *, writable: bool) -> Lease:
         """Open the lease of a holder again, whose file may be parked. OSError ENOSPC as bring_back()."""
+        wanted, label = holder.placement, str(holder.peer)
         with self._space_explained([holder.ino], parks=False):
-            return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=str(holder.peer))
+            return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=label, placement=wanted)
 
     def check_space(self, inodes: Sequence[int], *, parks: bool) -> None:
         """OSError ENOSPC with the figures unless files can be parked, or come back, together.

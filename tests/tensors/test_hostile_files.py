@@ -137,7 +137,13 @@ DAMAGED: dict[str, bytes] = {
     "deep.index.json": b"[" * 1_000_000,
     "outside.index.json": b'{"weight_map":{"a":"../a.safetensors"}}',
     "name.safetensors": header('{"%s":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}' % ("x" * 100_000)),
+    "extent.safetensors": header('{"a":{"dtype":"U8","shape":[0,18446744073709551615],"data_offsets":[0,0]}}')[:-4],
     "dtype.safetensors": header('{"a":{"dtype":%s,"shape":[4],"data_offsets":[0,4]}}' % ("[" * 900 + "]" * 900)),
+    "extent.gguf": b"GGUF"
+    + struct.pack("<IQQQ", 3, 1, 0, 1)
+    + b"w"
+    + struct.pack("<I2QIQ", 2, 0, (1 << 64) - 1, 0, 0)
+    + bytes(64),
     "long number.pt": pickled(b"\x8b" + struct.pack("<I", 1 << 20) + b"\x7f" * (1 << 20)),
     "long key.pt": pickled(b"}" + text(b"k" * 100_000) + b"Ns"),
 }  # fmt: skip
@@ -322,7 +328,7 @@ def read_or_refused(path: Path, copy: Path, kind: str) -> bool:
             found.append(gpufs.torch.load(path))
 
     check_limits(copy, load)
-    done = gpufs_here("inspect", "--json", copy, check=False)
+    done = gpufs_here("inspect", "--stats", "--json", copy, check=False)
     assert "internal error" not in done.stderr, done.stderr
     if not found:
         return False
