@@ -125,7 +125,9 @@ def change(found: Sequence[Attachment], what: Move) -> int:
     try:
         for each in todo:
             each.take_newest()  # which is awake
-        check_together([each for each in todo if each.is_asleep == wakes], what)
+        left = [each for each in todo if each.is_asleep == wakes]
+        if not wakes or len(left) > 1:  # one alone takes what it can get
+            check_together(left, what)
         for each in todo:
             each.wake() if wakes else each.sleep()
     except BaseException as failure:

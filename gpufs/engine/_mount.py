@@ -411,13 +411,15 @@ class Mount(Handle):
         """Move the contents of a file back to its device. EngineError ENOSPC, EDQUOT: as for a write."""
         check(lib.gpufs_inode_bring_back(self._handle, ino))
 
-    def check_space(self, inos: Sequence[int], *, parks: bool) -> None:
-        """Check that all of these files can be parked, or brought back, together. It holds until others take memory.
+    def space_for(self, inos: Sequence[int], *, parks: bool) -> tuple[int, int]:
+        """Return the bytes that files need to be parked, or to come back to the device of all, and those free there.
 
-        Waits up to three seconds for memory that is being freed. EngineError EOPNOTSUPP without a host tier, ENOSPC and
-        EDQUOT with the figures.
+        If these are too few, it waits up to three seconds for memory that is being freed. EngineError EOPNOTSUPP
+        without a host tier.
         """
-        check(lib.gpufs_inodes_check_space(self._handle, list(inos), len(inos), parks))
+        needed, free = ffi.new(NUMBER), ffi.new(NUMBER)
+        check(lib.gpufs_inodes_space(self._handle, list(inos), len(inos), parks, needed, free))
+        return int(needed[0]), int(free[0])
 
     def inode_revoke(self, ino: int, timeout: float) -> None:
         """Withdraw that memory: all calls on the file fail with ESTALE from now on.

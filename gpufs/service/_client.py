@@ -202,8 +202,6 @@ class ClientConnection:
                     self._parks = True
                     nursery.start_soon(self._serve_request, message, scope, parking, user.waits)
                     return
-                case protocol.Hello():
-                    raise ProtocolError("a second hello")
                 case protocol.Declined():
                     self._parking.declined(self._channel, message)
                     scope.discard()
@@ -211,7 +209,7 @@ class ClientConnection:
                 case protocol.Request():
                     change = functools.partial(self._change, message, scope, permit)
                 case _:
-                    raise ProtocolError(f"nothing serves {type(message).__name__}")
+                    raise ProtocolError("a second hello")
         except BaseException:
             scope.discard()
             raise

@@ -17,7 +17,7 @@ from gpufs.protocol import Attach, Attached, Check, Detach, Done, Pieces, Protoc
 from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import KeptLease, Record, kept_path
 from gpufs.service._scope import Descriptor, RequestScope
-from gpufs.service._served_mount import Holder, ServedMount, smaller
+from gpufs.service._served_mount import Holder, ServedMount, check_size
 from gpufs.syscalls import close_all
 
 LeaseRequest: TypeAlias = Attach | Refresh | Detach | Sleep | Wake
@@ -321,9 +321,10 @@ class ClientLeases:
                 if holder.mode == READ_WRITE:
                     served.mount.inode_written(holder.ino)
                 served.park_if_left(holder.ino)
-            except OSError:
-                self._reopen(client_lease)
-                raise
+            except OSError as error:
+                if error.errno != errno.EBUSY:  # the last one of its users parks it
+                    self._reopen(client_lease)
+                    raise
             finally:
                 self._keep(message.id, client_lease)
 
@@ -348,14 +349,14 @@ class ClientLeases:
         holder = client_lease.holder
         writable = holder.mode == READ_WRITE
         lease = self._served.lease_again(holder, writable=writable)
-        left, place = lease.bytes, lease.placement
-        if left < holder.bytes:
+        try:
+            check_size(lease.bytes, holder.bytes)
+            if holder.placement not in (None, place := lease.placement):
+                text = f"its first byte lies at {place} of its memory now, and lay at {holder.placement}"
+                raise OSError(errno.EBUSY, f"{text}: others use it, or the device is full; wake it again later")
+        except OSError:
             lease.close()
-            raise smaller(left, holder)
-        if holder.placement not in (None, place):
-            lease.close()
-            text = f"its first byte lies at {place} of its memory now, and lay at {holder.placement}"
-            raise OSError(errno.EBUSY, f"{text}: others use it, or the device is full; wake it again later")
+            raise
         client_lease.lease = lease
         self._served.holders.set_asleep(holder, asleep=False)
         if writable:

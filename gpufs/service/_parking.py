@@ -19,7 +19,6 @@ from gpufs.service._served_mount import Holder, ServedMount
 
 _PAUSE: Final = 0.02  # between two looks whether programs sleep by now
 _NAMED: Final = 5  # programs in a message
-_MOST_QUESTIONS: Final = 1 << 32  # numbers of questions are below
 
 
 @dataclass(slots=True)
@@ -36,7 +35,7 @@ class Parking:
     def __init__(self, served: ServedMount) -> None:
         self._served = served
         self._listeners: set[ClientChannel] = set()
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.cycle(range(1, 1 << 32))
         self._questions: dict[int, _Question] = {}  # those that wait, by their numbers
 
     def listen(self, channel: ClientChannel) -> None:
@@ -56,7 +55,7 @@ class Parking:
     async def park(
         self, channel: ClientChannel, scope: RequestScope, message: Park, permit: Callable[[], list[int]]
     ) -> None:
-        """Serve Park. OSError EBUSY with the programs that do not sleep, and as ServedMount.park()."""
+        """Serve Park. OSError EBUSY with the programs that do not sleep, and as ServedMount.move()."""
         served = self._served
 
         def check() -> tuple[list[int], list[Holder]]:
@@ -79,8 +78,8 @@ class Parking:
             if busy := [holder for holder in served.holders.leases_on(inodes) if not holder.asleep]:
                 raise OSError(EBUSY, _in_use(busy, f"has not gone to sleep within {message.wait:g} s"))
             # If the client ends in between, the thread goes on: all of the files move.
-            count = await scope.in_thread(functools.partial(served.park, inodes))
-            channel.log(logging.INFO, "parked %d files", count)
+            await scope.in_thread(functools.partial(served.move, inodes, parks=True))
+            channel.log(logging.INFO, "parked files")
         except BaseException:
             self._ask(awake, "wake")  # also those that go to sleep later
             raise
@@ -94,26 +93,26 @@ class Parking:
                 await trio.sleep(_PAUSE)
 
     async def bring_back(self, channel: ClientChannel, scope: RequestScope, permit: Callable[[], list[int]]) -> None:
-        """Serve BringBack. OSError as ServedMount.bring_back()."""
+        """Serve BringBack. OSError as ServedMount.move()."""
         served = self._served
-        inodes = await scope.in_thread(permit)
-        await scope.in_thread(functools.partial(served.bring_back, inodes))
 
-        def find() -> list[Holder]:
+        def move() -> list[Holder]:
+            inodes = permit()
+            served.move(inodes, parks=False)
             found = [holder for holder in served.holders.leases_on(inodes) if holder.asleep]
             # A version that had the name before has none now. Programs that sleep on it take over the newest one.
-            names = {name for ino in inodes if (name := served.name_of(ino))}
+            names = tuple(f"/{name}" for ino in inodes if (name := served.name_of(ino)))
             for older in served.holders.asleep():
                 with suppress(OSError):  # gone by now
-                    if not names.isdisjoint(_ends_of(older.path)) and served.name_of(older.ino) is None:
+                    if served.name_of(older.ino) is None and older.path.endswith(names):
                         found += [older] if served.owned_by(channel.peer.uid, older.ino) else []
             return found
 
-        self._ask(await scope.in_thread(find), "wake")
+        self._ask(await scope.in_thread(move), "wake")
 
     def _ask(self, holders: Iterable[Holder], what: protocol.Move) -> tuple[int, _Question]:
         """Ask the programs of these holders that listen, each once for all of its files."""
-        number = next(self._numbers) % _MOST_QUESTIONS or next(self._numbers)
+        number = next(self._numbers)
         by_process: dict[tuple[int, int], list[int]] = {}
         for holder in holders:
             by_process.setdefault(_process_of(holder.peer), []).append(holder.ino)
@@ -126,12 +125,6 @@ class Parking:
 
 def _process_of(peer: ClientProcess) -> tuple[int, int]:
     return peer.pid, peer.uid
-
-
-def _ends_of(path: str) -> set[str]:
-    """Return the ends of a path that begin after a slash."""
-    parts = path.split("/")
-    return {"/".join(parts[number:]) for number in range(len(parts))}
 
 
 def _in_use(awake: Sequence[Holder], why: str) -> str:

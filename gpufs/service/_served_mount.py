@@ -25,8 +25,6 @@ from gpufs.units import bytes_text
 SPACE_SECONDS: Final = 3.0
 REGISTERED: Final = "registered"  # the mode of a registration
 _NAMED: Final = 3  # files in a message
-# Why a file cannot be parked that others need not stay for: it has no memory of a device's, or was removed.
-_STAYS: Final = (EINVAL, EISDIR, ENOENT)
 
 
 @dataclass(eq=False, slots=True)
@@ -64,10 +62,10 @@ class Holder:
         }
 
 
-def smaller(left: int, holder: Holder) -> OSError:
-    """Return the error about a file that has fewer bytes than a lease on it had."""
-    text = f"the file has {left} bytes now, and had {holder.bytes} when its attachment went to sleep"
-    return OSError(ESTALE, text)
+def check_size(size: int, had: int) -> None:
+    """OSError ESTALE for a file that has fewer bytes than a lease on it had."""
+    if size < had:
+        raise OSError(ESTALE, f"the file has {size} bytes now, and had {had} when its attachment went to sleep")
 
 
 @dataclass(slots=True)
@@ -268,21 +266,26 @@ class ServedMount:
             return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=label, placement=wanted)
 
     def check_space(self, inodes: Sequence[int], *, parks: bool) -> None:
-        """OSError ENOSPC or EDQUOT with the figures unless files can be parked, or come back, together.
+        """OSError ENOSPC with the figures unless files can be parked, or come back, together.
 
         EOPNOTSUPP without host memory. For what comes back the text names the files and programs that hold memory.
         """
-        groups: dict[int, list[int]] = {-1: list(inodes)} if parks else {}  # by device
-        for ino in () if parks else inodes:
+        devices = self.mount.engine.devices
+        groups = {len(devices) - 1: list(inodes)} if parks else self._by_device(inodes)
+        for device, group in groups.items():
+            needed, free = self.mount.space_for(group, parks=parks)
+            if needed > free:
+                text = f"{devices[device].info.directory} has {bytes_text(free)} free, "
+                text += f"the {'file needs' if len(group) == 1 else 'files need'} {bytes_text(needed)}"
+                users = [] if parks else self.holders.largest(device, self.mount)
+                raise OSError(ENOSPC, text + (f"; in use there: {', '.join(users)}" if users else ""))
+
+    def _by_device(self, inodes: Sequence[int]) -> dict[int, list[int]]:
+        groups: dict[int, list[int]] = {}
+        for ino in inodes:
             with contextlib.suppress(FileNotFoundError):  # removed by now
                 groups.setdefault(self.mount.inode_get(ino).device, []).append(ino)
-        for device, group in groups.items():
-            try:
-                self.mount.check_space(group, parks=parks)
-            except OSError as error:
-                users = [] if parks or error.errno != ENOSPC else self.holders.largest(device, self.mount)
-                text = f"{error.strerror}; in use there: {', '.join(users)}" if users else error.strerror
-                raise OSError(error.errno, text) from None
+        return groups
 
     @contextlib.contextmanager
     def _space_explained(self, inodes: Sequence[int], *, parks: bool) -> Iterator[None]:
@@ -294,18 +297,6 @@ class ServedMount:
                 self.check_space(inodes, parks=parks)
             raise
 
-    def is_parked(self, ino: int) -> bool:
-        """Return whether a file is parked. OSError if it is no file of the mount's."""
-        with self.mount.buffer(ino) as buffer:
-            return buffer.info.parked_bytes > 0
-
-    def may_move(self, holder: Holder) -> bool:
-        """Return whether a file may leave its device because the program of a lease sleeps.
-
-        It may if the program can write to the file, or its user may have it moved from a shell.
-        """
-        return not holder.read_only or self.trust_readers or self.owned_by(holder.peer.uid, holder.ino)
-
     def name_of(self, ino: int) -> str | None:
         """Return the path of a file below the root of the mount, None without a name."""
         path = self.mount.path(ino)
@@ -315,90 +306,71 @@ class ServedMount:
         """Return whether a user may decide where a file lies and who uses it. OSError ENOENT if it is gone."""
         return trusted(uid) or self.mount.inode_get(ino).uid == uid
 
-    def check_move(self, holders: Sequence[Holder], what: Move) -> None:
-        """OSError unless these leases can all sleep, or wake, now. Those that do already count.
+    def may_move(self, holder: Holder) -> bool:
+        """Return whether a file may leave its device because the program of a lease sleeps.
 
-        As park() and bring_back(), and ESTALE for a file that is smaller now.
+        It may if the program can write to the file, or its user may have it moved from a shell.
         """
+        return not holder.read_only or self.trust_readers or self.owned_by(holder.peer.uid, holder.ino)
+
+    def check_move(self, holders: Iterable[Holder], what: Move) -> None:
+        """OSError unless these leases can all sleep, or wake, now. Those that do already count."""
         by_ino: dict[int, list[Holder]] = {}
         for holder in holders:
             if holder.asleep == (what == "wake"):
                 by_ino.setdefault(holder.ino, []).append(holder)
-        if what == "wake":
-            for ino, asleep in by_ino.items():
-                size = self.mount.inode_get(ino).size
-                for holder in asleep:
-                    if size < holder.bytes:
-                        raise smaller(size, holder)
-            return self.check_space(list(by_ino), parks=False)
-        moves = {ino: any(map(self.may_move, awake)) for ino, awake in by_ino.items()}
-        left = [ino for ino, awake in by_ino.items() if self.holders.is_left(ino, len(awake), may_move=moves[ino])]
-        return self.check_space(left, parks=True)
+        for ino, found in list(by_ino.items()):
+            if what == "wake":
+                check_size(self.mount.inode_get(ino).size, max(holder.bytes for holder in found))
+            elif not self.holders.is_left(ino, len(found), may_move=any(map(self.may_move, found))):
+                del by_ino[ino]  # it stays
+        self.check_space(list(by_ino), parks=what == "sleep")
 
     def park_if_left(self, ino: int) -> None:
         """Move a file to the host's memory if all leases on it sleep, and one of their programs may move it.
 
-        OSError EOPNOTSUPP without host memory, ENOSPC and EDQUOT if that is full. A file in use stays, and small ones.
+        OSError EOPNOTSUPP without host memory, ENOSPC and EDQUOT if that is full. Small files stay.
         """
-        if not self.holders.is_left(ino):
-            return
-        with self._space_explained([ino], parks=True):
-            try:
-                self.mount.inode_park(ino)
-            except OSError as error:
-                if error.errno != EBUSY:  # the last one of its users parks it
-                    raise
+        if self.holders.is_left(ino):
+            with self._space_explained([ino], parks=True):
+                self._move(ino, parks=True)
 
-    def park(self, inodes: Sequence[int]) -> int:
-        """Move files to the host's memory, all of them or none. Return how many have moved; some stay where they are.
+    def move(self, inodes: Sequence[int], *, parks: bool) -> None:
+        """Move files to the host's memory, or back to their devices, all of them or none. Some have no other place.
 
-        OSError EBUSY if one is in use, EOPNOTSUPP without host memory, ENOSPC and EDQUOT if that is full.
+        OSError EBUSY if one is in use, EOPNOTSUPP without host memory, ENOSPC and EDQUOT if there is too little.
         """
+        if parks or len(inodes) > 1:  # one alone takes what it can get
+            self.check_space(inodes, parks=parks)
         moved: list[int] = []
         try:
-            with self._space_explained(inodes, parks=True):
-                for ino in inodes:
-                    try:
-                        if not self.is_parked(ino) and self.mount.inode_park(ino):
-                            moved.append(ino)
-                    except OSError as error:
-                        if error.errno not in _STAYS:
-                            raise
+            with self._space_explained(inodes, parks=parks):
+                moved.extend(ino for ino in inodes if self._move(ino, parks=parks))
         except OSError as error:
-            raise self._moved_back(error, moved, self.mount.inode_bring_back) from None
-        return len(moved)
+            stuck = []
+            for ino in reversed(moved):
+                try:
+                    self._move(ino, parks=not parks)
+                except OSError:
+                    stuck.append(self.name_of(ino) or f"inode {ino}")
+            if not stuck:
+                raise
+            raise OSError(error.errno, f"{error.strerror}; cannot go back: {', '.join(stuck[:_NAMED])}") from None
 
-    def bring_back(self, inodes: Sequence[int]) -> None:
-        """Move files back to their devices, all of them or none. OSError ENOSPC says who holds memory."""
-        parked: list[int] = []
-        for ino in inodes:
-            with contextlib.suppress(OSError):  # it has gone, or is none that could be parked
-                if self.is_parked(ino):
-                    parked.append(ino)
-        if len(parked) > 1:  # one alone takes what it can get
-            self.check_space(parked, parks=False)
-        moved: list[int] = []
+    def _move(self, ino: int, *, parks: bool) -> bool:
+        """Move a file if it has two places and is not there; returns whether it did."""
         try:
-            with self._space_explained(parked, parks=False):
-                for ino in parked:
-                    with contextlib.suppress(FileNotFoundError):
-                        self.mount.inode_bring_back(ino)
-                        moved.append(ino)
+            with self.mount.buffer(ino) as buffer:
+                if (buffer.info.parked_bytes > 0) == parks:
+                    return False
+            if parks:
+                return self.mount.inode_park(ino)
+            self.mount.inode_bring_back(ino)
         except OSError as error:
-            raise self._moved_back(error, moved, self.mount.inode_park) from None
-
-    def _moved_back(self, failure: OSError, moved: Sequence[int], move: Callable[[int], object]) -> OSError:
-        """Undo what was done to the first of several files. The failure, with the names of those that stay moved."""
-        stuck = []
-        for ino in reversed(moved):
-            try:
-                move(ino)
-            except OSError:
-                stuck.append(self.name_of(ino) or f"inode {ino}")
-        if not stuck:
-            return failure
-        more = f" and {len(stuck) - _NAMED} more" if len(stuck) > _NAMED else ""
-        return OSError(failure.errno, f"{failure.strerror}; cannot go back: {', '.join(stuck[:_NAMED])}{more}")
+            if error.errno in (EINVAL, EISDIR, ENOENT):  # it has no memory of a device's, or was removed
+                return False
+            raise
+        return True
 
     def register(self, holder: Holder, wanted: Register, memory: int, taken: list[int]) -> int | None:
         """Make a client's memory the contents of the holder's file.

@@ -474,9 +474,10 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
  * files stay). EBUSY: a program has a lease on them. ENOSPC, EDQUOT: there is no space, or a limit is reached. */
 gpufs_status gpufs_inode_park(gpufs_handle mount, uint64_t ino, int32_t* parked);
 gpufs_status gpufs_inode_bring_back(gpufs_handle mount, uint64_t ino);
-/* Whether there is space now to park all of these files, or to bring them back: else ENOSPC or EDQUOT with the figures.
- * Waits up to three seconds for memory that is being freed. Others may take the space before the files do. */
-gpufs_status gpufs_inodes_check_space(gpufs_handle mount, const uint64_t* inos, uint64_t count, int32_t parks);
+/* What these files, all of one device, need to be parked or to come back, and what is free there now. If that is too
+ * little, waits up to three seconds for memory that is being freed. EOPNOTSUPP: there is no host tier. */
+gpufs_status gpufs_inodes_space(gpufs_handle mount, const uint64_t* inos, uint64_t count, int32_t parks,
+                                uint64_t* needed, uint64_t* free);
 /* Before the mount is started: a full device parks files that nobody uses. */
 gpufs_status gpufs_mount_evict(gpufs_handle mount);
 /* Ends that: all calls on the file fail with ESTALE. On return nothing uses the memory any more, and the kernel has

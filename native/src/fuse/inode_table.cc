@@ -54,8 +54,6 @@ constexpr std::uint64_t kBrieflyFreedBytes = std::uint64_t{64} << 10;
 
 // How long parking waits for memory of the host tier that is being freed.
 constexpr std::chrono::seconds kFreeTimeout{3};
-// How long each buffer of a full device may take to release what it has preallocated.
-constexpr std::chrono::milliseconds kTrimTimeout{10};
 // How long a full device waits for files that came back a moment ago, and may not go yet.
 constexpr std::chrono::seconds kStayTimeout{10};
 // An extended attribute: the file stays on its device, whoever needs space.
@@ -329,56 +327,37 @@ Result<bool> InodeTable::park_for_owner(Inode& inode, const std::shared_ptr<Devi
   return parked;
 }
 
-InodeTable::Needs InodeTable::needs_of(std::span<const std::uint64_t> inos, bool parks) {
+Result<InodeTable::Space> InodeTable::space_for(std::span<const std::uint64_t> inos, bool parks) {
   const std::shared_ptr<DeviceContext> host = host_tier();
-  Needs needs;
+  if (parks && host == nullptr) return no_host_tier();
+  std::shared_ptr<DeviceContext> target = host;
+  Space space;
   for (const std::uint64_t ino : inos) {
     const std::shared_ptr<Inode> inode = find(ino);
     if (!inode || !inode->buffer_ || inode->replaced_) continue;
     const ExtentBuffer& buffer = inode->own_buffer();
     const std::uint64_t granule = buffer.device()->info().granule;
-    std::uint64_t bytes = buffer.bytes_parked();
-    if (parks) {
-      if (bytes != 0 || buffer.device() == host || buffer.size() < granule) continue;
+    const std::uint64_t parked = buffer.bytes_parked();
+    if (!parks) {
+      target = buffer.device();
+      space.needed += parked;
+    } else if (parked == 0 && buffer.device() != host && buffer.size() >= granule) {
       // Not what is preallocated.
-      bytes = std::min(buffer.bytes_held(), round_up(buffer.placement() + buffer.size(), granule));
+      space.needed += std::min(buffer.bytes_held(), round_up(buffer.placement() + buffer.size(), granule));
     }
-    const std::uint32_t uid = Inode::Reader(*inode)->record.attributes.uid;
-    needs.devices[parks ? host : buffer.device()] += bytes;
-    needs.accounts[parks ? host_account(uid) : quotas_.user(inode->device_, uid)] += bytes;
-    const std::shared_ptr<Account> directory = inode->directory_account();
-    if (directory && !parks) needs.accounts[directory] += bytes;
   }
-  return needs;
-}
-
-Status InodeTable::check_space(std::span<const std::uint64_t> inos, bool parks) {
-  if (parks && host_tier() == nullptr) return no_host_tier();
-  const Needs needs = needs_of(inos, parks);
-  for (const auto& [device, bytes] : needs.devices) {
-    std::uint64_t free = 0;
-    Status status;
-    const auto enough = [&, &device = device, bytes = bytes] {
-      const Result<MemoryInfo> memory = device->memory();
-      status = memory.status();
-      free = memory.ok() ? memory.value().free_bytes + (parks ? 0 : evictable(device->info().index)) : 0;
-      return !memory.ok() || free >= bytes;
-    };
-    if (!enough()) {
-      for (const std::weak_ptr<ExtentBuffer>& listed : device->releases().trimmable()) {
-        if (const std::shared_ptr<ExtentBuffer> buffer = listed.lock()) (void)buffer->trim(kTrimTimeout);
-      }
-      device->releases().wait_for_expected(std::chrono::steady_clock::now() + kFreeTimeout, enough);
-    }
-    if (enough()) {
-      TRY(status);
-      continue;
-    }
-    return Status(ENOSPC, directory_of(device->info().index) + " has " + size_text(free) + " free, the " +
-                              (inos.size() == 1 ? "file needs " : "files need ") + size_text(bytes));
+  Status status;
+  const auto enough = [&] {
+    const Result<MemoryInfo> memory = target->memory();
+    status = memory.status();
+    space.free = memory.ok() ? memory.value().free_bytes + (parks ? 0 : evictable(target->info().index)) : 0;
+    return !memory.ok() || space.free >= space.needed;
+  };
+  if (space.needed != 0 && !enough()) {
+    target->releases().wait_for_expected(std::chrono::steady_clock::now() + kFreeTimeout, enough);
   }
-  for (const auto& [account, bytes] : needs.accounts) TRY(account->check(bytes));
-  return {};
+  TRY(status);
+  return space;
 }
 
 void InodeTable::evict_when_full() {

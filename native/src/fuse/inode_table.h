@@ -160,9 +160,13 @@ class InodeTable {
   // Moves a file's contents to the host tier: ExtentBuffer::park(). EOPNOTSUPP: the mount has none, EINVAL: the file is
   // not one on a device. The file's owner pays there.
   Result<bool> park(Inode& inode);
-  // Whether all of these files can be parked, or brought back, together: ENOSPC or EDQUOT with the figures if not.
-  // Waits for memory that is being freed. What it says holds until somebody else takes memory.
-  Status check_space(std::span<const std::uint64_t> inos, bool parks);
+  // What these files need together to be parked, or to come back to the device that all of them are of, and what is
+  // free there. Waits for memory that is being freed, if that is too little.
+  struct Space {
+    std::uint64_t needed = 0;
+    std::uint64_t free = 0;
+  };
+  Result<Space> space_for(std::span<const std::uint64_t> inos, bool parks);
   // From now on a full device parks files that nobody uses, the one first that was used the longest time ago. Not those
   // with the extended attribute user.gpufs-pinned.
   void evict_when_full();
@@ -195,12 +199,6 @@ class InodeTable {
   void watch_contents(const std::shared_ptr<Inode>& inode);
   // Frees what the host tier held of a file that is back, on the executor.
   void free_parked(std::shared_ptr<Buffer> parked);
-  // What files need of a device, or of the host tier, and what their payers do.
-  struct Needs {
-    std::map<std::shared_ptr<DeviceContext>, std::uint64_t> devices;
-    std::map<std::shared_ptr<Account>, std::uint64_t> accounts;
-  };
-  Needs needs_of(std::span<const std::uint64_t> inos, bool parks);
   // Moves a file's contents to the host's memory once.
   Result<bool> park_for_owner(Inode& inode, const std::shared_ptr<DeviceContext>& host);
   // Files on a device that nobody uses, the one first that was used the longest time ago.
