@@ -8,12 +8,15 @@ Everything in safetensors opens its files by ``safetensors.safe_open``, so this 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from abc import ABCMeta
 from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any, Final
 
+from gpufs._harmless import harmless
 from gpufs._naming import named_in
 from gpufs.modes import IN_PLACE_VARIABLE, MODES, REPORT_VARIABLE, Mode, check_mode
 
@@ -61,37 +64,42 @@ def use_in_place(mode: Mode = "r") -> None:
 
 def install() -> None:
     """Replace what is imported already, and have the rest replaced when it is imported."""
-    for name, replace in _REPLACEMENTS.items():
-        module = sys.modules.get(name)
-        if module is not None:
-            replace(module)
+    for name in _REPLACEMENTS:
+        if name in sys.modules:
+            _replace(name)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
+@harmless("files in place")
+def _replace(name: str) -> None:
+    _REPLACEMENTS[name](sys.modules[name])
+
+
 class _Finder:
-    """Finds modules as Python does, and changes the modules of _REPLACEMENTS once they are loaded."""
+    """Finds modules as Python does without it, and changes the modules of _REPLACEMENTS once they are loaded."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
         """Find a module, as importlib.abc.MetaPathFinder.find_spec says."""
-        replace = _REPLACEMENTS.get(name)
-        if replace is None:
+        if name not in _REPLACEMENTS or self not in sys.meta_path:
             return None
-        for finder in sys.meta_path:
-            spec = None if isinstance(finder, _Finder) else finder.find_spec(name, path, target)
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # those before have been asked
+            find = getattr(finder, "find_spec", None)  # Python passes over finders without one
+            spec = find and find(name, path, target)
             if spec is None:
                 continue
             loader: Any = spec.loader
             if hasattr(loader, "exec_module"):
-                loader.exec_module = _then(loader.exec_module, replace)
+                loader.exec_module = _then_replace(name, loader.exec_module)
             return spec
         return None
 
 
-def _then(load: Callable[[ModuleType], None], replace: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+def _then_replace(name: str, load: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     def load_and_replace(module: ModuleType) -> None:
         load(module)
-        replace(module)
+        if module.__name__ == name:  # a loader may load others, too
+            _replace(name)
 
     return load_and_replace
 
@@ -101,24 +109,43 @@ def _replace_safe_open(safetensors: ModuleType) -> None:
     if getattr(original, "of_gpufs", False):
         return
 
-    def safe_open(filename: str | os.PathLike[str], framework: str = "pt", device: Any = "cpu", **options: Any) -> Any:
-        file = None
-        if framework in _TORCH and _lies_on_mount(filename):
-            file = _open(filename, None if _may_stay(device, sys._getframe(1)) else device)
-        elif framework in _TORCH and REPORT_VARIABLE in os.environ:
-            print(f"gpufs: {os.fspath(filename)} is on no mount, and is read as without gpufs", file=sys.stderr)
-        return original(filename, framework, device, **options) if file is None else file
+    class safe_open(metaclass=ABCMeta):  # noqa: B024 - a class as the original, for isinstance() and annotations
+        __doc__ = original.__doc__
+        __module__ = "safetensors"
+        __qualname__ = "safe_open"
 
-    safe_open.__doc__ = original.__doc__
+        def __new__(cls, filename: str | os.PathLike[str], framework: str, device: Any = "cpu", **options: Any) -> Any:
+            file = None
+            if framework in _TORCH and _lies_on_mount(filename):
+                file = _open(filename, None if _may_stay(device, sys._getframe(1)) else device)
+            elif framework in _TORCH and REPORT_VARIABLE in os.environ:
+                print(f"gpufs: {os.fspath(filename)} is on no mount, and is read as without gpufs", file=sys.stderr)
+            if file is None:
+                return original(filename, framework, device, **options)
+            safe_open.register(type(file))
+            return file
+
+        def __init_subclass__(cls) -> None:
+            raise TypeError("type 'safetensors.safe_open' is not an acceptable base type")
+
+    for name, method in vars(original).items():
+        if name not in vars(safe_open):
+            setattr(safe_open, name, _method(name, method))
+    safe_open.register(original)
     _put("safe_open", original, safe_open)
 
 
-def _put(name: str, original: Any, function: Any) -> None:
-    """Put a function in the place of a library's, also in modules that have imported that."""
-    function.of_gpufs = True
+def _method(name: str, of_original: Any) -> Any:
+    """Return the method of a file, whichever kind it is."""
+    return functools.wraps(of_original)(lambda file, *arguments, **named: getattr(file, name)(*arguments, **named))
+
+
+def _put(name: str, original: Any, own: Any) -> None:
+    """Put a function or class in the place of a library's, also in modules that have imported that."""
+    own.of_gpufs = True
     for module in [*sys.modules.values()]:
         if getattr(module, "__dict__", {}).get(name) is original:
-            setattr(module, name, function)
+            setattr(module, name, own)
 
 
 def _may_stay(device: Any, caller: FrameType | None) -> bool:
@@ -172,6 +199,7 @@ def _replace_warmup(modeling_utils: ModuleType) -> None:
     if original is None or getattr(original, "of_gpufs", False):
         return
 
+    @functools.wraps(original)
     def caching_allocator_warmup(*arguments: Any, **named: Any) -> None:
         files = sys._getframe(1).f_locals.get("checkpoint_files")
         if not files or not all(_lies_on_mount(file) for file in files):
@@ -196,6 +224,7 @@ def _replace_materialize(core_model_loading: ModuleType) -> None:
     if original is None or getattr(original, "of_gpufs", False):
         return
 
+    @functools.wraps(original)
     def _materialize_copy(tensor: Any, *arguments: Any, **named: Any) -> Any:
         made = original(tensor, *arguments, **named)
         note = getattr(tensor, "became", None)  # of a TensorSlice

@@ -115,6 +115,11 @@ def remove_name(fd: int, name: str, directory: int | None) -> bool:
     return True
 
 
+def _lock(fd: int) -> None:
+    with suppress(OSError):  # not all file systems of the host have locks
+        fcntl.flock(fd, fcntl.LOCK_EX)
+
+
 class NewFile:
     """A new file in an open directory, which stays the caller's.
 
@@ -128,11 +133,11 @@ class NewFile:
         self._is_named = is_named
 
     @classmethod
-    def create(cls, directory: int, mode: int = 0o666) -> Self:
+    def create(cls, directory: int, mode: int = 0o666, named_mode: int | None = None) -> Self:
         """Create one that no other process goes on with.
 
         It has no name where the file system allows that (O_TMPFILE; FUSE since Linux 6.2), so a process that dies
-        leaves nothing.
+        leaves nothing. ``named_mode``: its mode where it has a temporary one.
         """
         temporary, access = temporary_name(), os.O_RDWR | os.O_CLOEXEC
         is_named = False
@@ -141,10 +146,10 @@ class NewFile:
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
+            mode = mode if named_mode is None else named_mode
             fd = os.open(temporary, access | os.O_CREAT | os.O_EXCL, mode, dir_fd=directory)
             is_named = True
-        with suppress(OSError):  # not all file systems of the host have locks
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _lock(fd)
         return cls(directory, fd, temporary, is_named=is_named)
 
     @classmethod
@@ -189,6 +194,7 @@ class NewFile:
             except FileExistsError:
                 if not replace:
                     raise
+                _lock(self.fd)
                 self._link(self.temporary)
                 self._is_named = True
         if not replace:

@@ -4,7 +4,8 @@ A message is one SOCK_SEQPACKET packet: a msgpack map, at most MAX_MESSAGE bytes
 a kind is there, and no other: both sides know the version they speak.
 
 A new message is a class here, with the bounds of its fields, and, if it is a Request whose answer is not Done, with its
-``answer``; a case in service/_client.py, in `_handle`; a method in client/_connection.py; a row in docs/protocol.md.
+``answer``; a row in service/rights.py and docs/security.md, which say who may send it; a case in service/_client.py; a
+method in client/_connection.py; a row in docs/protocol.md.
 """
 
 import errno
@@ -27,6 +28,7 @@ MAX_MESSAGE: Final = 16384
 MAX_DESCRIPTORS: Final = 2  # in a client's message
 MAX_PIECES: Final = 253  # descriptors in one message of the daemon; the kernel takes no more (SCM_MAX_FD)
 MAX_MEMORY_PIECES: Final = 1024  # of one registration
+MAX_FILES: Final = 1500  # files in one request, which moves all of them or none
 MAX_TEXT: Final = 1024  # characters of a text in a message
 MAX_OFFSET: Final = (1 << 63) - 1
 
@@ -35,6 +37,7 @@ Fastpath: TypeAlias = Literal["auto", "off", "require"]
 Sync: TypeAlias = Literal["none", "data", "full"]
 # How a client passes on its memory: a file in memory, descriptors of a GPU's physical memory, the vendor's handle.
 ShareKind: TypeAlias = Literal["file", "descriptor", "ipc"]
+Move: TypeAlias = Literal["sleep", "wake"]
 HANDLE_BYTES: Final = 64
 NO_LIMIT: Final = -1  # instead of bytes
 DEFAULT_LIMIT: Final = -2  # as for users without a limit of their own; directories have none then
@@ -55,6 +58,8 @@ PLACEMENT_END: Final = 256
 HOST_TIER: Final = "host"  # instead of a PCI address: the host's memory of a mount of GPUs
 Placement = Annotated[int, Meta(ge=0, lt=PLACEMENT_END)]
 Sizes = Annotated[list[Count], Meta(max_length=MAX_PIECES)]
+Inodes = Annotated[list[Count], Meta(min_length=1, max_length=MAX_FILES)]
+Leases = Annotated[list[Id], Meta(min_length=1, max_length=MAX_FILES)]
 
 
 class ProtocolError(OSError):
@@ -147,13 +152,15 @@ class Done(FinalAnswer, tag="done"):
 
 
 class Asked(ServerMessage, tag="asked"):
-    """Somebody wants a file's memory, or has brought it back; for a connection that listens.
+    """Somebody wants the memory of files, or has brought it back; for a connection that listens.
 
-    ``inode``: of the file. ``what``: "sleep" if its leases should sleep, "wake" if they can wake.
+    ``inodes``: of the files, all of one request on which this process has leases. ``what``: "sleep" if these should
+    sleep, "wake" if they can wake. ``question``: its number, for Declined.
     """
 
-    inode: Count
-    what: Literal["sleep", "wake"]
+    question: Id
+    inodes: Inodes
+    what: Move
 
 
 class Goodbye(ServerMessage, tag="goodbye"):
@@ -249,25 +256,45 @@ class Wake(Request, tag="wake"):
     answer = Attached
 
 
-class Park(Request, tag="park"):
-    """Move the file of the descriptor to the host's memory. Allowed to its owner, root and the mount's owner.
+class Check(Request, tag="check"):
+    """Ask whether these leases can sleep, or wake, all of them now. Done with the error that one of them would get.
 
-    Programs that use it are asked to sleep, and have so many seconds for that.
+    It changes nothing, and promises nothing for the time after the answer.
     """
 
+    leases: Leases
+    what: Move
+
+
+class Park(Request, tag="park"):
+    """Move files to the host's memory, all of them or none. Files that have no memory of a device stay.
+
+    Programs that use them are asked to sleep, and have so many seconds for that.
+    """
+
+    inodes: Inodes
     wait: Annotated[float, Meta(ge=0, le=3600)] = 0.0
 
 
 class BringBack(Request, tag="bring_back"):
-    """Move a file that is parked back to its device; as Park. Programs that sleep get Asked, and can wake."""
+    """Move files that are parked back to their devices, all or none. Programs that sleep get Asked, and can wake."""
+
+    inodes: Inodes
 
 
 class Listen(Request, tag="listen"):
     """From now on this connection gets Asked messages about files that this process has leases on."""
 
 
+class Declined(ClientMessage, tag="declined"):
+    """The answer to Asked of a program that cannot do it, and why. There is none to this one."""
+
+    question: Id
+    message: Text
+
+
 class Revoke(Request, tag="revoke"):
-    """End all leases on the file whose descriptor comes with it. Only for its owner, root and the mount's owner."""
+    """End all leases on the file whose descriptor comes with it."""
 
 
 class Register(Request, tag="register"):

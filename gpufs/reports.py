@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from errno import EINVAL, EIO
+from errno import EINVAL, EIO, EXDEV
 from pathlib import Path
 from typing import Any
 
+from gpufs import config, mounting
 from gpufs._naming import named_in
+from gpufs.exceptions import NotOnMount
+from gpufs.units import bytes_text
 
 
 @named_in("gpufs")
@@ -44,7 +47,7 @@ class DeviceStatus:
 
 
 @named_in("gpufs")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class MountStatus:
     """A mount, as `gpufs status` shows it.
 
@@ -80,6 +83,18 @@ class MountStatus:
         """Bytes that are free on all devices together; 0 if the state is not "ok"."""
         return sum(device.free_bytes for device in self.devices)
 
+    def __repr__(self) -> str:
+        total = sum(device.total_bytes for device in self.devices)
+        memory = f"{bytes_text(self.free_bytes)} of {bytes_text(total)} free on {len(self.devices)} x {self.driver}"
+        return f"<gpufs.MountStatus {str(self.path)!r}: {memory if self.state == 'ok' else self.error}>"
+
+
+class _Lines(list[MountStatus]):
+    """A list that is printed with one line for each item."""
+
+    def __repr__(self) -> str:
+        return "[" + ",\n ".join(map(repr, self)) + "]"
+
 
 @named_in("gpufs")
 def mounts(*, timeout: float | None = None) -> list[MountStatus]:
@@ -105,7 +120,7 @@ def mounts(*, timeout: float | None = None) -> list[MountStatus]:
     >>> for mount in gpufs.mounts():  # doctest: +SKIP
     ...     print(mount.path, mount.state, mount.free_bytes)
     """
-    return [_mount(report) for report in _ask([], timeout)]
+    return _Lines(_mount(report) for report in _ask([], timeout))
 
 
 @named_in("gpufs")
@@ -126,20 +141,25 @@ def status(mountpoint: str | os.PathLike[str], *, timeout: float | None = None) 
 
     Raises
     ------
-    OSError
-        EINVAL: no gpufs is mounted there.
+    NotOnMount
+        No gpufs is mounted there.
 
     Examples
     --------
     >>> gpufs.status("/mnt/gpufs").devices[0].free_bytes  # doctest: +SKIP
     """
-    report: MountStatus = _mount(_ask([os.fspath(mountpoint)], timeout))
-    return report
+    try:
+        report = _ask([os.fspath(mountpoint)], timeout)
+    except OSError as error:
+        if mounting.entry_of(os.path.realpath(mountpoint)) is None:
+            raise NotOnMount(EXDEV, error.strerror) from None
+        raise
+    return _mount(report)
 
 
 def _ask(mountpoints: list[str], timeout: float | None) -> Any:
     """Return the JSON that `gpufs status` prints: a process of its own can ask mounts that never answer."""
-    limit = [] if timeout is None else ["--timeout", f"{timeout:g}"]
+    limit = [] if timeout is None else [config.STATUS_TIMEOUT.option, f"{timeout:g}"]
     # -P: a module in the working directory may be another user's.
     command = [sys.executable, "-P", "-m", "gpufs", "status", "--json", *limit, "--", *mountpoints]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)

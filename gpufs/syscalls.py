@@ -25,8 +25,17 @@ _STATX_TYPE_MODE_INO: Final = 0x1 | 0x2 | 0x100
 _STATX_BASIC: Final = 0x7FF
 _STATX_BYTES: Final = 256
 _STATFS_BYTES: Final = 256  # more than any architecture's struct statfs
-_RESOLVE: Final = 0x08 | 0x04 | 0x02  # RESOLVE_BENEATH, _NO_SYMLINKS, _NO_MAGICLINKS
-_SYS_OPENAT2: Final = 437  # the same on all architectures
+_RESOLVE_NO_LINKS: Final = 0x04 | 0x02  # RESOLVE_NO_SYMLINKS, _NO_MAGICLINKS
+_RESOLVE_BENEATH: Final = 0x08
+_RESOLVE_NO_XDEV: Final = 0x01
+_OPEN_TREE_CLONE: Final = 1
+_MOUNT_ATTR: Final = 0x1 | 0x2 | 0x4  # MOUNT_ATTR_RDONLY, _NOSUID, _NODEV
+_MOVE_MOUNT_EMPTY_PATHS: Final = 0x04 | 0x40  # of both descriptors
+# The same on all architectures.
+_SYS_OPEN_TREE: Final = 428
+_SYS_MOVE_MOUNT: Final = 429
+_SYS_OPENAT2: Final = 437
+_SYS_MOUNT_SETATTR: Final = 442
 _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine, -1)
 _PEER: Final = struct.Struct("3i")
 _NO_ID: Final = 0xFFFFFFFF  # not a user, nor a group
@@ -115,9 +124,25 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
 # ---- names: may block as their file systems' servers do ----
 
 
-def open_beneath(directory: int, path: bytes, flags: int, mode: int = 0) -> int:
-    """Open a name below a directory by openat2(2): never through a symbolic link, and never out of the directory."""
-    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, _RESOLVE)
+def open_beneath(directory: int, path: bytes, flags: int, mode: int = 0, *, cross_mounts: bool = True) -> int:
+    """Open a name below a directory by openat2(2): never through a symbolic link, and never out of the directory.
+
+    Without ``cross_mounts`` also not into what is mounted below it: OSError EXDEV.
+    """
+    resolve = _RESOLVE_BENEATH | _RESOLVE_NO_LINKS | (0 if cross_mounts else _RESOLVE_NO_XDEV)
+    return _openat2(directory, path, flags, mode, resolve)
+
+
+def open_directory(directory: int, name: bytes) -> int:
+    """Open a directory of another one, also "..", with O_PATH, and never through a symbolic link.
+
+    What an automounter has there is mounted, unlike by openat(2) with O_PATH.
+    """
+    return _openat2(directory, name + b"/.", os.O_PATH | os.O_DIRECTORY, 0, _RESOLVE_NO_LINKS)
+
+
+def _openat2(directory: int, path: bytes, flags: int, mode: int, resolve: int) -> int:
+    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, resolve)
     return _check(_libc.syscall(_SYS_OPENAT2, directory, path, how, len(how)))
 
 
@@ -149,6 +174,18 @@ def syncfs(fd: int) -> None:
 
 def mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes) -> None:
     _check(_libc.mount(source, target, kind, ctypes.c_ulong(flags), options))
+
+
+def bind_read_only(source: int, target: int) -> None:
+    """Show an open directory or file at another one, without set-user-id programs and devices.
+
+    It is read-only from the first moment that anybody can see it.
+    """
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_EMPTY_PATH
+    with closed_after(_check(_libc.syscall(_SYS_OPEN_TREE, source, b"", flags))) as tree:
+        attributes = struct.pack("=QQQQ", _MOUNT_ATTR, 0, 0, 0)
+        _check(_libc.syscall(_SYS_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, attributes, len(attributes)))
+        _check(_libc.syscall(_SYS_MOVE_MOUNT, tree, b"", target, b"", _MOVE_MOUNT_EMPTY_PATHS))
 
 
 def umount2(target: bytes, flags: int) -> None:
@@ -229,6 +266,12 @@ def _set_id(call: Callable[[ctypes.c_uint32], int], number: int) -> int:
     if call(ctypes.c_uint32(_NO_ID)) & _NO_ID != number:
         raise os_error(errno.EPERM)
     return before
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process has."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def trim_heap() -> None:

@@ -12,15 +12,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from gpufs import mounting
 from gpufs.cli._output import countdown_text, json_text, printable
 from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
-from gpufs.copying.types import STREAM, Outcome, Totals
+from gpufs.copying.types import MOST_FAILURES, STREAM, Outcome, Totals
 from gpufs.exceptions import text_of
-from gpufs.syscalls import os_error
+from gpufs.syscalls import os_error, resident_bytes
 from gpufs.units import bytes_text, rate_text
+
+# Of what --json lists. What is not listed any more is counted.
+_MOST_LISTED: Final = 256 << 20
+_ONE_SIGNAL_SECONDS: Final = 0.5  # a terminal or a service manager may send one to several processes
+_MOST_MEMORY: Final = 4 << 30  # of a command that servers or other machines fill
 
 
 class ProgressLine:
@@ -86,18 +91,26 @@ class CopyReport:
         self._totals = Totals()
         self.planned = self._totals.add
         self._current = ""  # for the progress line
-        self._lock = threading.Lock()  # guards the next
+        self._lock = threading.Lock()  # guards the next, and lines
         self._skipped = 0
+        self.failures = self._notices = 0
+        self._bytes = 0
+        self._paths: Counter[str] = Counter()
+        self._methods: Counter[str] = Counter()
+        self._refusals: set[str] = set()
+        self._lists: dict[str, list[Any]] = {"copies": [], "deleted": [], "errors": []}  # for JSON alone
+        self._listed = 0  # bytes of those, about
         self._began = time.monotonic()
         self._seconds = 0.0
         self.signal: int | None = None
-        self.results: list[CopyResult] = []  # for JSON alone: there may be many
-        self._deleted: list[str] = []
-        self.errors: list[dict[str, Any]] = []
+        self._signalled = 0.0
+        self.has_limit = False  # others decide how much memory it takes
         self.output_error: OSError | None = None  # of standard output
 
     def end(self) -> int:
         """Print the JSON, and return the exit code of the command."""
+        if self.failures > MOST_FAILURES:
+            self.noticed(f"{self.failures - MOST_FAILURES} more failures are not shown")
         if self._json:
             print(json_text(self.summary()))
             sys.stdout.flush()
@@ -107,7 +120,7 @@ class CopyReport:
             os.kill(os.getpid(), self.signal)
         if self.output_error is not None:
             raise self.output_error
-        return 1 if self.errors else 0
+        return 1 if self.failures else 0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -129,9 +142,11 @@ class CopyReport:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:  # the second signal ends the process at once
+            if time.monotonic() - self._signalled < _ONE_SIGNAL_SECONDS:
+                return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.signal = number
+        self.signal, self._signalled = number, time.monotonic()
         self.cancel.cancel()
         if self._streaming:
             raise os_error(errno.ECANCELED)
@@ -139,7 +154,11 @@ class CopyReport:
     # ---- what copies report, from any thread ----
 
     def tick(self) -> None:
-        """Draw the progress line."""
+        """Draw the progress line, and end copies for which a server makes this process too large."""
+        if self.has_limit and not self.cancel.cancelled and resident_bytes() > _MOST_MEMORY:
+            text = f"ended at {bytes_text(_MOST_MEMORY)} of memory: the other side sends too much at once"
+            self.failed("", None, OSError(errno.ENOMEM, text))
+            self.cancel.cancel()
         if self._bar is not None:
             progress = self._totals.progress()
             self._bar.show(progress.moved, progress.total, self._current)
@@ -178,7 +197,8 @@ class CopyReport:
 
     def deleted(self, path: str) -> None:
         """Take what has been removed, or would be with --dry-run."""
-        self._deleted.append(path)
+        with self._lock:
+            self._list("deleted", path)
         if self._dry_run or self._verbose:
             self._print(f"{'deletes' if self._dry_run else 'deleted'} {path}", self._lines)
 
@@ -186,14 +206,20 @@ class CopyReport:
         self.noticed(f"warning: {text}")
 
     def noticed(self, text: str) -> None:
-        if not self._quiet:
+        with self._lock:
+            self._notices += 1
+        if not self._quiet and self._notices <= MOST_FAILURES:
             self._print(f"gpufs {self._command}: {text}", sys.stderr)
 
     # ---- what is printed ----
 
     def _copied(self, result: CopyResult) -> None:
-        if self._json:
-            self.results.append(result)
+        with self._lock:
+            self._bytes += result.bytes
+            self._paths.update(result.paths)
+            self._methods[result.method] += 1
+            self._refusals.update(result.refusals)
+            self._list("copies", result._asdict())
         if self._dry_run:
             self._print(f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}", self._lines)
         elif self._verbose:
@@ -222,51 +248,56 @@ class CopyReport:
         names_files: bool = False,
     ) -> None:
         """Print and collect one error. ``names_files``: its text already names the files."""
-        self.errors.append(
-            {
-                "source": source,
-                "destination": destination,
-                "errno": number,
-                "name": errno.errorcode.get(number, str(number)),
-                "message": text,
-                "bytes_done": error.bytes_done if error else 0,
-                "device_code": error.device_code if error else 0,
-            }
-        )
-        if not text:
+        listed = {
+            "source": source,
+            "destination": destination,
+            "errno": number,
+            "name": errno.errorcode.get(number, str(number)),
+            "message": text,
+            "bytes_done": error.bytes_done if error else 0,
+            "device_code": error.device_code if error else 0,
+        }
+        with self._lock:
+            self.failures += 1
+            self._bytes += error.bytes_done if error else 0
+            self._list("errors", listed)
+        if not text or self.failures > MOST_FAILURES:
             return
         if number in (errno.EPERM, errno.EACCES) and mounting.is_root(os.path.dirname(destination or source)):
             text += " (README there lists the directories that take files)"
         where = "" if names_files else " -> ".join(name for name in (source, destination) if name)
         self._print(f"gpufs {self._command}: {f'{where}: ' if where else ''}{text}", sys.stderr)
 
+    def _list(self, name: str, item: str | dict[str, Any]) -> None:
+        """Keep what --json shows, up to a limit. Call it with the lock."""
+        if self._json and self._listed < _MOST_LISTED:
+            self._lists[name].append(item)
+            self._listed += 500 + len(item if isinstance(item, str) else "".join(map(str, item.values())))
+
     def _print(self, line: str, stream: Any) -> None:
         try:
             if self._bar is not None:
                 self._bar.print(printable(line), stream)
             else:
-                print(printable(line), file=stream, flush=True)
+                with self._lock:  # print() writes the end of a line alone
+                    print(printable(line), file=stream, flush=True)
         except OSError as error:
             if stream is sys.stdout:
                 self.output_error = error  # reported after the copies
 
     def summary(self) -> dict[str, Any]:
         """Return the output of --json. Sizes are in bytes, times in seconds."""
-        total = sum(result.bytes for result in self.results) + sum(error["bytes_done"] for error in self.errors)
-        paths: Counter[str] = Counter()
-        for result in self.results:
-            paths.update(result.paths)
         return {
-            "files": len(self.results),
+            "files": self._methods.total(),
+            "failures": self.failures,
             "skipped": self._skipped,
-            "deleted": self._deleted,
-            "bytes": total,
+            "bytes": self._bytes,
             "seconds": self._seconds,
-            "bytes_per_second": total / self._seconds if self._seconds else 0.0,
-            "methods": Counter(result.method for result in self.results),
-            "paths": paths,
-            "refusals": sorted({refusal for result in self.results for refusal in result.refusals}),
+            "bytes_per_second": self._bytes / self._seconds if self._seconds else 0.0,
+            "methods": self._methods,
+            "paths": self._paths,
+            "refusals": sorted(self._refusals),
             "interrupted": self.signal is not None,
-            "copies": [result._asdict() for result in self.results],
-            "errors": self.errors,
+            "truncated": self._listed >= _MOST_LISTED,
+            **self._lists,
         }

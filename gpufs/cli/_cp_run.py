@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpufs.cli._copy_report import CopyReport
+from gpufs.cli._files import raise_descriptor_limit
 from gpufs.cli._output import Failure, complain
 from gpufs.client import Copier, CopyError, CopyProgress, CopyResult
 from gpufs.copying.entries import Entry, find_targets, kind_of
@@ -42,7 +43,9 @@ class CpOptions(TreeOptions):
     @property
     def of_each_copy(self) -> CopyOptions:
         """The options that concern single files."""
-        return CopyOptions(self.fastpath, self.fsync, self.verify, self.preserve, self.partial)
+        return CopyOptions(
+            *(self.fastpath, self.fsync, self.verify, self.preserve, self.partial, self.update, self.replace)
+        )
 
 
 def run(names: list[str], directories: list[str], options: CpOptions) -> int:
@@ -156,6 +159,8 @@ class Run(CopyReport):
     def copy_files(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
         """Copy files of this machine. Errors are printed and collected."""
         options, exact = self._options, self._options.exact
+        if options.recursive:
+            raise_descriptor_limit()
         with _targets(sources, ends, follow=not options.recursive, in_directory=in_directory, exact=exact) as named:
             self._run(partial(self._loop.find_files, named), many=options.recursive or len(sources) > 1)
         links = [] if self.cancel.cancelled else self._loop.state.links_without_files()
@@ -168,6 +173,7 @@ class Run(CopyReport):
         """Copy from or to URLs. Errors are printed and collected."""
         from gpufs.copying import store_copy  # other copies need none of it
 
+        self.has_limit = True
         options, exact = self._options, self._options.exact
         with _misuse("--"):
             check_options(options.of_each_copy, "a URL")
@@ -193,6 +199,7 @@ class Run(CopyReport):
         """Copy from or to another machine. Errors are printed and collected."""
         from gpufs.copying import host_copy
 
+        self.has_limit = True
         options = self._options
         with _misuse("--"):
             check_options(options.of_each_copy, "HOST:PATH")

@@ -1,59 +1,93 @@
 """The files of mounts at and below a path, and their memory, for commands that list or change them."""
 
 import os
+import resource
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from errno import ENODATA
+from typing import NamedTuple
 
-from gpufs import mounting
+from gpufs import mounting, safe_path
 from gpufs.cli._output import complain
 from gpufs.drivers import DEVICE_DIRECTORIES
+from gpufs.syscalls import close_all, path_of
 
 
-def files_of(root: str, *, recursive: bool) -> Iterator[tuple[str, os.stat_result]]:
+class Found(NamedTuple):
+    """A file or directory of a walk, and the directory that has it, which is open until the next one is found."""
+
+    path: str  # for messages
+    status: os.stat_result
+    directory: int
+    name: str
+
+    @property
+    def place(self) -> str:
+        """A path that leads to this name alone, whatever others do to the directories above it."""
+        return f"{path_of(self.directory)}/{self.name}"
+
+
+def files_of(root: str, *, recursive: bool) -> Iterator[Found]:
     """Yield the regular files at or in a directory, and with ``recursive`` below it, in the order of their names.
 
     Without ``recursive`` also the directories in it. In a mount's root, only the device directories count.
     """
-    try:
-        status = os.lstat(root)
-    except OSError as error:
-        _not_listed(error)
-        return
-    if not stat.S_ISDIR(status.st_mode):
-        if stat.S_ISREG(status.st_mode):
-            yield root, status
-        return
     roots = {entry.mountpoint for entry in mounting.mounts() if entry.root == "/"}
-    device = status.st_dev  # what is mounted below is not listed
-    left = [root]  # a stack: directories may be nested more deeply than functions may
-    while left:
-        folder = left.pop()
-        below = []
-        try:
-            names = sorted(os.listdir(folder))
-        except OSError as error:
-            _not_listed(error)
-            continue
-        for name in names:
-            path = os.path.join(folder, name)
-            with suppress(OSError):  # removed by now
-                status = os.lstat(path)
-                is_directory = stat.S_ISDIR(status.st_mode)
-                if folder in roots:
-                    if is_directory and name.startswith(DEVICE_DIRECTORIES):
-                        below.append(path)
+    left: list[tuple[int, str, Iterator[str]]] = []  # the directories that are open, and their names to come
+    try:
+        with safe_path.located(root) as place:
+            status = os.stat(place.name, dir_fd=place.directory, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                yield Found(root, status, place.directory, place.name)
+            if stat.S_ISDIR(status.st_mode):
+                left.append(_listed(root, place.name, place.directory))
+    except OSError as error:
+        _not_listed(root, error)
+    device = status.st_dev if left else 0  # what is mounted below is not listed
+    try:
+        while left:
+            fd, folder, names = left[-1]
+            for name in names:
+                path = os.path.join(folder, name)
+                try:
+                    status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                except OSError:  # removed by now
                     continue
-                if stat.S_ISREG(status.st_mode) or (is_directory and not recursive):
-                    yield path, status
-                if is_directory and recursive and status.st_dev == device:
-                    below.append(path)
-        left += reversed(below)
+                is_directory = stat.S_ISDIR(status.st_mode)
+                goes_on = is_directory and recursive and status.st_dev == device
+                if folder in roots:
+                    goes_on = is_directory and name.startswith(DEVICE_DIRECTORIES)
+                elif stat.S_ISREG(status.st_mode) or (is_directory and not recursive):
+                    yield Found(path, status, fd, name)
+                if goes_on:
+                    try:
+                        left.append(_listed(path, name, fd))
+                        break
+                    except OSError as error:
+                        _not_listed(path, error)
+            else:
+                os.close(left.pop()[0])
+    finally:
+        close_all(fd for fd, _, _ in left)
 
 
-def _not_listed(error: OSError) -> None:
-    complain(f"{os.fsdecode(error.filename)}: {error.strerror}")
+def _listed(path: str, name: str, directory: int) -> tuple[int, str, Iterator[str]]:
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        return fd, path, iter(sorted(os.listdir(fd)))
+    except OSError:
+        os.close(fd)
+        raise
+
+
+def _not_listed(path: str, error: OSError) -> None:
+    complain(f"{path}: {error.strerror}")
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many open files as the system allows it: a directory that is copied is open."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def held_bytes(status: os.stat_result) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from gpufs import config
+from gpufs import config, safe_path
 from gpufs.cli import _answers, _mounts
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import closed_after
@@ -223,7 +223,7 @@ def _path(path: str) -> dict[str, Any]:
     """Return {"file_system", "device" (such as "8:1"), "offset_align", "memory_align", "refusals"}."""
     from gpufs import engine
 
-    with closed_after(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+    with closed_after(safe_path.open_path(path, os.O_RDONLY | os.O_NONBLOCK)) as fd:
         with engine.Engine("host", devices=1, memory_bytes=_HOST_BYTES) as opened:
             with engine.BackingFile(opened, fd) as backing:
                 info = backing.info

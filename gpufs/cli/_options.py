@@ -91,6 +91,20 @@ def time_option(
     return click.option(name, metavar=kind.metavar, default=default, callback=seconds, help=text)
 
 
+def address_option(name: str, text: str) -> Callable[[Function], Function]:
+    """Add an option for where to serve by HTTP; the argument is the address and the port, or None."""
+
+    def parse(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, int] | None:
+        if value is None:
+            return None
+        host, colon, port = value.rpartition(":")
+        if not colon or not port.isdecimal() or int(port) > 65535:
+            raise Failure(f"{name}: {value} is not ADDRESS:PORT, for example localhost:9400", 2)
+        return host.strip("[]"), int(port)
+
+    return click.option(name, metavar="ADDRESS:PORT", callback=parse, help=text)
+
+
 def timeout_option(knob: config.Knob) -> Callable[[Function], Function]:
     """Add the option of config.STATUS_TIMEOUT or config.UMOUNT_TIMEOUT; the argument ``timeout`` is in seconds."""
     return click.option(

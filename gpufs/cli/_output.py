@@ -1,6 +1,8 @@
 """Prints for commands: failures on standard error, tables for people, JSON for programs."""
 
+import os
 import pwd
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +13,14 @@ from gpufs.units import bytes_text as bytes_text
 from gpufs.units import rate_text as rate_text
 
 MOST_NAMES: Final = 5  # in one message
+# Of tables.
+_GAP: Final = "  "
+_CUT: Final = "~"
+_NARROWEST: Final = 8
+_FULL: Final = 0.95
+_RED: Final = 31
+_GREEN: Final = 32
+_CYAN: Final = 36
 
 
 class Failure(Exception):
@@ -76,19 +86,62 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def table_lines(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> list[str]:
-    """Return the lines of a table, that of the headers first. `right` are the columns that are aligned to the right."""
+def table_lines(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int], optional: Sequence[str] = ()
+) -> list[str]:
+    """Return the lines of a table, that of the headers first. `right` are the columns that are aligned to the right.
+
+    On a terminal they fit into its width: columns of the headers `optional` are left out, the first one first, and then
+    the widest columns are cut.
+    """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    shown = [*range(len(headers))]
+    if sys.stdout.isatty():
+        most = shutil.get_terminal_size().columns + len(_GAP)
+        for name in optional:
+            if name in headers and sum(widths[index] + len(_GAP) for index in shown) > most:
+                shown.remove(headers.index(name))
+        while sum(widths[index] + len(_GAP) for index in shown) > most:
+            widest = max(shown, key=widths.__getitem__)
+            if widths[widest] <= _NARROWEST:
+                break
+            widths[widest] -= 1
     return [
-        "  ".join(
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+        _GAP.join(_cell(row[index], widths[index], headers[index], right=index in right) for index in shown).rstrip()
         for row in (headers, *rows)
     ]
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> None:
+def _cell(text: str, width: int, header: str, *, right: bool) -> str:
+    """Return a cell of a table, as wide as its column."""
+    if len(text) > width and text.startswith("[|"):  # a bar
+        full = round(text.count("|") / (len(text) - 2) * (width - 2))
+        text = f"[{'|' * full}{' ' * (width - 2 - full)}]"
+    elif len(text) > width:
+        text = f"{text[: (width - 1) // 2]}{_CUT}{text[len(text) - (width - 1 - (width - 1) // 2) :]}"
+    padded = text.rjust(width) if right else text.ljust(width)
+    colour = _colour(header, text) if text != header else 0
+    return padded.replace(text, f"\x1b[{colour}m{text}\x1b[0m") if colour else padded
+
+
+def _colour(header: str, text: str) -> int:
+    """Return the number of a cell's colour: for what is out of service, full or asleep. 0 for none."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return 0
+    if header in ("HEALTH", "STATE") and text != "-":
+        return _GREEN if text in ("good", "ok") else _RED
+    if text.startswith("[|") or header == "USE%":
+        share = text.count("|") / (len(text) - 2) if "|" in text else int(text.rstrip("%").replace("-", "0")) / 100
+        return _RED if share >= _FULL else 0
+    return _CYAN if header in ("HELD", "MODE") and text.endswith(("asleep", "host0")) else 0
+
+
+def table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: frozenset[int] = frozenset(),
+    optional: Sequence[str] = (),
+) -> None:
     """Print a table, as table_lines() makes it."""
-    print("\n".join(table_lines(headers, rows, right)))
+    print("\n".join(table_lines(headers, rows, right, optional)))

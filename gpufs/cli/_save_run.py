@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
-from gpufs import mounting
+from gpufs import mounting, safe_path
 from gpufs.cli import _mounts, _queries
 from gpufs.cli._copy_report import CopyReport
+from gpufs.cli._files import raise_descriptor_limit
 from gpufs.cli._output import Failure, complain
 from gpufs.client import CopyError, CopyResult
-from gpufs.copying.entries import kind_of
+from gpufs.copying.entries import Entry, kind_of
 from gpufs.copying.job import CopyContext
 from gpufs.copying.loop import CopyThreads, TreeCopy
 from gpufs.copying.manifest import Limit, Manifest, find_save, text_of_name
@@ -22,6 +24,7 @@ from gpufs.copying.restore import Restore, SavedFiles
 from gpufs.copying.save import Save, Saved
 from gpufs.copying.types import CopyOptions, TreeOptions
 from gpufs.exceptions import text_of
+from gpufs.syscalls import path_of
 
 # A plain user's restore cannot keep these; the text says what becomes of them.
 _NOT_KEPT: Final = {
@@ -75,7 +78,7 @@ class SaveReport(CopyReport):
     @property
     def is_good(self) -> bool:
         """Whether nothing has failed, and nobody has interrupted it."""
-        return not self.errors and not self.cancel.cancelled
+        return not self.failures and not self.cancel.cancelled
 
 
 @contextmanager
@@ -100,28 +103,31 @@ def check_local(command: str, name: str) -> None:
 # ---- save ----
 
 
-def find_saved(path: str, timeout: float) -> Saved:
-    """Find what SOURCE names: a whole mount, or a directory on one. Failure if it is neither."""
+def find_saved(path: str, timeout: float, opened: ExitStack) -> Saved:
+    """Find what SOURCE names: a whole mount, or a directory on one, which stays open. Failure if it is neither."""
     mountpoint = _mounts.absolute(path)
     for entry in mounting.mounts():
         if entry.mountpoint == mountpoint and entry.root == "/":
             status = _status(entry, timeout)
             names = [str(device["name"]) for device in status["devices"]]
-            directories = [(os.path.join(mountpoint, name), name) for name in names]
+            directories = [(Entry.of(os.path.join(mountpoint, name), follow=False), name) for name in names]
             return Saved(mountpoint, directories, True, _limits(status, ""))
     with _explained("save"):
-        real = os.path.realpath(path)
-        found = os.stat(real)
+        fd = safe_path.open_path(path, os.O_PATH)
+        opened.callback(os.close, fd)
+        found = os.fstat(fd)
         entries = mounting.by_device().get(found.st_dev)
         if entries is None:
             raise OSError(errno.EXDEV, "is not on a gpufs mount: use rsync or tar", path)
-        if not os.path.isdir(real):
+        if not stat.S_ISDIR(found.st_mode):
             raise OSError(errno.ENOTDIR, "is not a directory: gpufs cp copies files", path)
+        real = os.readlink(path_of(fd))
+    limits = []  # of a part of a mount that is bound there nothing is known
     for entry in entries:
         if entry.root == "/" and real.startswith(entry.mountpoint.rstrip("/") + "/"):
-            below = os.path.relpath(real, entry.mountpoint)
-            return Saved(real, [(real, "")], False, _limits(_status(entry, timeout), below))
-    return Saved(real, [(real, "")], False, [])  # a part of a mount that is bound there
+            limits = _limits(_status(entry, timeout), os.path.relpath(real, entry.mountpoint))
+            break
+    return Saved(real, [(Entry(real, ".", fd, follow=False), "")], False, limits)
 
 
 def _status(entry: mounting.MountEntry, timeout: float) -> dict[str, Any]:
@@ -152,11 +158,13 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
     ``last``: the files are lost afterwards, so it fails if anything is left out, or is changed during the save.
     """
     check_local("save", destination)
-    saved, report = find_saved(path, timeout), SaveReport("save", options, goes_on=False)
+    raise_descriptor_limit()
+    report = SaveReport("save", options, goes_on=False)
     trees = TreeOptions(recursive=True, include=options.include, exclude=options.exclude)
     began = time.time_ns()
     # The first signal only cancels, from before there is anything to remove until it is removed.
-    with report.running(), _explained("save"), ExitStack() as opened:
+    with ExitStack() as opened, report.running(), _explained("save"):
+        saved = find_saved(path, timeout, opened)
         save = Save(saved, destination, trees, report, report.cancel)
         opened.callback(save.close)
         loop = TreeCopy(save, trees, report.cancel, report)
@@ -225,6 +233,7 @@ def read_through(manifest: Manifest) -> None:
 def restore(source: tuple[Manifest, str], destination: str | None, options: SaveOptions) -> SaveReport:
     """Restore a save, or with ``destination`` None only check it. Return the report, which has not ended."""
     manifest, part = source
+    raise_descriptor_limit()
     report = SaveReport("restore", options, goes_on=True)
     not_kept: dict[str, int] = {}
     with report.running(), _explained("restore"), ExitStack() as opened:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import resource
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,16 +18,17 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 import click
 
 from gpufs import mounting
-from gpufs.cli._files import held_bytes
+from gpufs.cli._files import held_bytes, raise_descriptor_limit
 from gpufs.cli._output import Failure
 from gpufs.copying.checksums import sha256_of
 from gpufs.copying.entries import Entry, next_data, open_path
 from gpufs.exceptions import text_of
 from gpufs.formats import FormatError
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.checkpoint import CheckpointFiles, find_files, link_error
 from gpufs.formats.elements import block_bytes, element_bits, unit_bytes
-from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType, Layout, TensorPlace, parse_shape
-from gpufs.formats.table import PREFIX_BYTES, Format, read_layout, reason_against, recognize
+from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType, TensorPlace, parse_shape
+from gpufs.formats.table import PREFIX_BYTES, Format, NotInPlace, read_layout, recognize
 from gpufs.syscalls import closed_after, path_of
 
 REGISTERED: Final = "registered"  # the format of a directory of registered tensors
@@ -83,18 +83,6 @@ class Contents:
     ) -> None:
         os.close(self._fd)
 
-    def layout(self) -> Layout | None:
-        """Return the tensors in the file, None if it is not a file of tensors. FormatError if its header is damaged."""
-        return read_layout(self.path, self.size, self._bytes)
-
-    def kind(self) -> tuple[Format | None, str | None]:
-        """Return the format of a file without tensors that gpufs reads, and why it does not read them if that is known.
-
-        Both are None if they are not known.
-        """
-        kind = recognize(self._bytes(0, min(PREFIX_BYTES, self.size)))
-        return kind, None if kind is None else reason_against(kind, self.size, self._bytes)
-
     def registered_type(self) -> GivenType | None:
         """Return the type of its elements, if the program that registered it gave one that fits."""
         try:
@@ -119,8 +107,9 @@ class Contents:
             done += step
         return block
 
-    def _bytes(self, offset: int, count: int) -> bytes:
-        return bytes(self.read(offset, count))
+    def header(self) -> BoundedFile:
+        """Return what reads the header."""
+        return BoundedFile.of(self._fd)
 
     def sha256(self) -> str:
         """Return the SHA-256 of the file, in hexadecimal."""
@@ -142,8 +131,7 @@ def _registered_files(folder: str) -> list[str]:
         paths = [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]
     typed = [path for path in paths if TYPE_ATTRIBUTE in os.listxattr(path)]
     if len(typed) > _MANY_FILES:  # all are open at the same time
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        raise_descriptor_limit()
     return sorted(
         typed, key=lambda path: [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", path)]
     )
@@ -165,6 +153,8 @@ class TensorFiles:
         is_checkpoint = os.path.isdir(path) or path.endswith(".safetensors.index.json")
         try:
             checkpoint = find_files(path) if is_checkpoint else CheckpointFiles((path,))
+        except FormatError as error:
+            raise FormatError(str(error).removeprefix(f"{path}: ")) from None
         except FileNotFoundError:
             checkpoint = CheckpointFiles(tuple(_registered_files(path)))
             if not checkpoint.files:
@@ -184,12 +174,16 @@ class TensorFiles:
             self._opened = self._opened.pop_all()
 
     def _read(self, file: Contents, given: GivenType | None, places: dict[str, str] | None) -> None:
+        layout = reason = None
         try:
-            layout = file.layout() if given is None else given.layout(file.size)
+            try:
+                layout = read_layout(file.path, file.header()) if given is None else given.layout(file.size)
+            except NotInPlace as error:
+                reason = str(error)
             if layout is None and (registered := file.registered_type()) is not None:
                 layout, self.registered = registered.layout(file.size), True
             if layout is None:
-                self.kind, self.reason = file.kind()
+                self.kind, self.reason = recognize(file.header().beginning(PREFIX_BYTES)), reason
                 self.format = None if self.kind is None else self.kind.name
                 if places is not None:
                     raise FormatError("is not a safetensors file")

@@ -27,7 +27,7 @@ from gpufs.cli._main import complete_directories, complete_files
 @click.option("-p", "--preserve", is_flag=True, help="Keep mode, times and, where allowed, owner.")
 @click.option("-a", "--archive", is_flag=True, help="The same as -r -p.")
 @click.option("-n", "--no-clobber", is_flag=True, help="Skip files that already exist.")
-@click.option("-u", "--update", is_flag=True, help="Skip files whose copies have the same size and are not older.")
+@click.option("-u", "--update", is_flag=True, help="Skip files whose copies have the same size and time, or version.")
 @click.option("--checksum", is_flag=True, help="With -u: compare contents instead of times.")
 @click.option("--dry-run", is_flag=True, help="Copy nothing, and print what would be copied.")
 @click.option(

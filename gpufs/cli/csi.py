@@ -7,6 +7,7 @@ import sys
 import click
 
 from gpufs.cli._main import complete_directories
+from gpufs.cli._options import address_option
 from gpufs.cli._output import Failure, complain
 
 _DRIVER = "gpufs.dev"
@@ -55,6 +56,7 @@ _DRIVER = "gpufs.dev"
     shell_complete=complete_directories,
     help="The service account that may label it.",
 )
+@address_option("--metrics", "Serve the counters of what failed by HTTP, for Prometheus.")
 def command(
     endpoint: str,
     mountpoint: str,
@@ -64,6 +66,7 @@ def command(
     state_dir: str | None,
     label_node: bool,
     account_dir: str,
+    metrics: tuple[str, int] | None,
 ) -> None:
     """Serve volumes of Kubernetes: models on this node's mount, read-only in pods.
 
@@ -106,9 +109,11 @@ def command(
             raise Failure("--label-node needs the Kubernetes API: KUBERNETES_SERVICE_HOST is not set")
         labels = NodeLabels(node, f"https://{f'[{host}]' if ':' in host else host}:{port or 443}", account_dir)
     state = state_dir or os.path.join(kubelet_dir, "plugins", driver_name, "state")
-    options = Options(path, mountpoint, node, driver_name, kubelet_dir, state, labels)
+    options = Options(path, mountpoint, node, driver_name, kubelet_dir, state, labels, metrics)
     try:
         serve(options, lambda: complain(f"serving {driver_name} at {path}"))
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
         raise Failure(f"{named}{error.strerror or error}") from None
+    logging.shutdown()
+    os._exit(0)  # without the threads, which may wait for a mount that does not answer

@@ -11,7 +11,7 @@ import click
 from gpufs._version import __version__
 from gpufs.cli._machine import Environment, ProbedDriver
 from gpufs.cli._main import complete_files
-from gpufs.cli._output import json_text, printable
+from gpufs.cli._output import bytes_text, json_text, printable
 from gpufs.drivers import DRIVERS
 
 OK: Final = "ok"
@@ -122,18 +122,28 @@ def limits(environment: Environment) -> Iterator[Finding]:
     _, descriptors = environment.limit(resource.RLIMIT_NOFILE)
     if environment.uid == 0:
         locked = unlimited
+    file = "in /etc/security/limits.conf"
+    locked_advice = f"memlock {file} to {_LEAST_LOCKED >> 10}, which are KiB,"
+    mappings = environment.number("proc/sys/vm/max_map_count")
     checks = (
-        ("locked memory", locked, _LEAST_LOCKED, "copies to GPUs are slower", "memlock in /etc/security/limits.conf"),
-        ("descriptors", descriptors, _LEAST_DESCRIPTORS, "each file takes some", "nofile in /etc/security/limits.conf"),
-        ("memory mappings", environment.number("proc/sys/vm/max_map_count"), _LEAST_MAPPINGS, "", "vm.max_map_count"),
+        ("locked memory", locked, _LEAST_LOCKED, "copies to GPUs are slower", locked_advice),
+        (
+            "descriptors",
+            descriptors,
+            _LEAST_DESCRIPTORS,
+            "each file takes some",
+            f"nofile {file} to {_LEAST_DESCRIPTORS}",
+        ),
+        ("memory mappings", mappings, _LEAST_MAPPINGS, "", f"vm.max_map_count to {_LEAST_MAPPINGS}"),
     )
     for name, value, least, effect, knob in checks:
-        shown = "unlimited" if value in (unlimited, -1) else "unknown" if value is None else str(value)
+        text_of = bytes_text if name == "locked memory" else str
+        shown = "unlimited" if value in (unlimited, -1) else "unknown" if value is None else text_of(value)
         if value is None or value in (unlimited, -1) or value >= least:
             yield Finding("limits", name, OK, shown)
         else:
             text = f"{shown} is little" + (f": {effect}" if effect else "")
-            yield Finding("limits", name, NOTE, text, f"raise {knob} to {least} or more")
+            yield Finding("limits", name, NOTE, text, f"raise {knob} or more")
 
 
 def speed(environment: Environment) -> Iterator[Finding]:

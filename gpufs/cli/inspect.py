@@ -192,7 +192,7 @@ def _print(files: TensorFiles, described: str, summaries: list[Summary | None], 
                 row += ["-"] * 5 if summary is None else _cells(summary)
         rows.append([*row, file.path.rpartition("/")[2]] if several else row)
     if rows or not only_nan:
-        table(headers, rows, right=right)
+        table(headers, rows, right=right, optional=("OFFSET", "BYTES", "INF"))
 
 
 def _described(files: TensorFiles) -> str:

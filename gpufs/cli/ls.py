@@ -10,7 +10,7 @@ import click
 
 from gpufs import config, mounting
 from gpufs.cli import _mounts, _queries
-from gpufs.cli._files import files_of, held_bytes, parked_bytes
+from gpufs.cli._files import Found, files_of, held_bytes, parked_bytes
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import timeout_option
 from gpufs.cli._output import Failure, age_text, bytes_text, complain, json_text, table, user_name
@@ -27,8 +27,9 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
 
     List the given PATHs, or every device directory if none is given. HELD is what `du` counts: less than the size if
     the file has holes, more while memory is preallocated; "in host0" is asleep. A directory shows the sums of all files
-    below it. LAST USE is the later of the last read and the last write that the kernel has noted; with relatime it
-    notes about one read a day. LEASES are those that you may see (`gpufs leases`).
+    below it. LAST USE is "now" while a program has a file attached, else the later of the last read and the last write
+    that the kernel has noted; with relatime it notes about one read a day. LEASES are those that you may see (`gpufs
+    leases`).
     """
     entries = list({entry.mountpoint: entry for entry in map(_mount_of, paths)}.values()) if paths else _mounts.chosen()
     whole = {entry.device: entry for entry in _mounts.chosen()}  # where a part alone is bound, no leases are listed
@@ -49,10 +50,10 @@ def command(paths: tuple[str, ...], recursive: bool, as_json: bool, timeout: flo
     roots = _below(paths, answering) if paths else [entry.mountpoint for entry in answering]
     by_device = {entry.st_dev: entry for entry in answering}
     rows = [
-        _row(path, status, by_device[status.st_dev], leases)
+        _row(found, by_device[found.status.st_dev], leases)
         for root in roots
-        for path, status in files_of(root, recursive=recursive)
-        if status.st_dev in by_device
+        for found in files_of(root, recursive=recursive)
+        if found.status.st_dev in by_device
     ]
     if as_json:
         print(json_text(rows))
@@ -89,31 +90,33 @@ def _below(paths: Sequence[str], answering: Sequence[mounting.MountEntry]) -> li
 
 
 def _row(
-    path: str,
-    status: os.stat_result,
+    found: Found,
     entry: mounting.MountEntry,
     leases: Mapping[tuple[int, int], Sequence[dict[str, Any]]],
 ) -> dict[str, Any]:
     """Return what is printed of a file; of a directory the sums of the files below it, each counted once."""
+    path, status = found.path, found.status
     first = os.path.relpath(path, entry.mountpoint).partition("/")[0]
     is_file = stat.S_ISREG(status.st_mode)
-    files = {(status.st_dev, status.st_ino): status}
-    names = {(status.st_dev, status.st_ino): path}
-    if not is_file:
-        below = list(files_of(path, recursive=True))
-        files = {(each.st_dev, each.st_ino): each for _, each in below}
-        names = {(each.st_dev, each.st_ino): name for name, each in below}
-    used = [lease for file in files for lease in leases.get(file, ())]
     has_host_memory = os.path.isdir(os.path.join(entry.mountpoint, "host0"))
+    files: dict[tuple[int, int], os.stat_result] = {}
+    parked = 0
+    for each in [found] if is_file else files_of(found.place, recursive=True):
+        inode = each.status.st_dev, each.status.st_ino
+        if inode not in files:
+            files[inode] = each.status
+            parked += _parked(each.place) if has_host_memory else 0
+    used = [lease for file in files for lease in leases.get(file, ())]
+    awake = any(not lease.get("asleep") for lease in used)  # the kernel does not see what these do
     return {
         "path": path,
         "type": "file" if is_file else "directory",
         "device": first if first.startswith(DEVICE_DIRECTORIES) else None,
         "size": sum(each.st_size for each in files.values()),
         "held_bytes": sum(map(held_bytes, files.values())),
-        "parked_bytes": sum(map(_parked, names.values())) if has_host_memory else 0,
+        "parked_bytes": parked,
         "leases": [{name: lease[name] for name in ("pid", "program", "mode", "bytes")} for lease in used],
-        "last_use": max(status.st_atime, status.st_mtime),
+        "last_use": time.time() if awake else max(status.st_atime, status.st_mtime),
         "uid": status.st_uid,
         "owner": user_name(status.st_uid),
     }
@@ -142,9 +145,10 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
             bytes_text(row["size"]),
             _held_text(row),
             str(len(row["leases"]) or "-"),
-            f"{age_text(now - row['last_use'])} ago",
+            f"{age_text(now - row['last_use'])} ago" if now >= row["last_use"] + 1 else "now",
             row["owner"],
         )
         for row in rows
     ]
-    table(("PATH", "DEVICE", "SIZE", "HELD", "LEASES", "LAST USE", "OWNER"), lines, frozenset({2, 3, 4, 5}))
+    headers = ("PATH", "DEVICE", "SIZE", "HELD", "LEASES", "LAST USE", "OWNER")
+    table(headers, lines, frozenset({2, 3, 4, 5}), optional=("OWNER", "DEVICE"))

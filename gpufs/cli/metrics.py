@@ -7,15 +7,15 @@ import click
 
 from gpufs import config
 from gpufs.cli import _answers, _mounts, _queries
-from gpufs.cli._options import complete_mounts, timeout_option
+from gpufs.cli._options import address_option, complete_mounts, timeout_option
 from gpufs.cli._output import Failure
 
 
 @click.command(name="metrics")
 @click.argument("mountpoints", metavar="[MOUNTPOINT...]", nargs=-1, shell_complete=complete_mounts)
-@click.option("--listen", metavar="ADDRESS:PORT", help="Serve them by HTTP at this address until interrupted.")
+@address_option("--listen", "Serve them by HTTP at this address until interrupted.")
 @timeout_option(config.STATUS_TIMEOUT)
-def command(mountpoints: tuple[str, ...], listen: str | None, timeout: float) -> None:
+def command(mountpoints: tuple[str, ...], listen: tuple[str, int] | None, timeout: float) -> None:
     """Print the metrics of the mounts of this machine for Prometheus.
 
     Of all mounts, or of the given MOUNTPOINTs. Every series has the label mountpoint, that of a device the label
@@ -45,13 +45,11 @@ def command(mountpoints: tuple[str, ...], listen: str | None, timeout: float) ->
         silent = [(mount["mountpoint"], mount["error"]) for mount in counted if mount.get("error")]
         _answers.finish(silent, len(counted), named=bool(mountpoints))
         return
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535:
-        raise Failure(f"--listen: {listen} is not ADDRESS:PORT, for example localhost:9400", 2)
+    host, port = listen
     try:
-        _, serving = start_http_server(int(port), host.strip("[]"), prometheus.registry(read))
+        _, serving = start_http_server(port, host, prometheus.registry(read))
     except UnicodeError:  # such as a name with an empty part
         raise Failure(f"--listen: {host!r} is not an address", 2) from None
     except OSError as error:
-        raise Failure(f"--listen {listen}: {error.strerror}") from None
+        raise Failure(f"--listen {host}:{port}: {error.strerror}") from None
     serving.join()

@@ -4,9 +4,8 @@ import os
 
 import click
 
-from gpufs.cli._files import held_bytes
 from gpufs.cli._main import complete_files
-from gpufs.cli._parking import each_file
+from gpufs.cli._parking import change_each
 from gpufs.new_file import PINNED
 
 
@@ -15,15 +14,16 @@ from gpufs.new_file import PINNED
 def command(paths: tuple[str, ...]) -> None:
     """Keep files on their device: a mount with --evict does not park them when the device is full.
 
-    A directory stands for the files that are below it now. `gpufs unpin` ends that. The pin is an extended attribute
-    (user.gpufs-pinned) of the file, which copies with attributes and `gpufs save` take along.
+    A directory stands for the files that are below it now. All of them are pinned, or none. `gpufs unpin` ends that.
+    The pin is an extended attribute (user.gpufs-pinned) of the file, which copies with attributes and `gpufs save` take
+    along.
     """
-    each_file(paths, _pin, "pinned:")
+    change_each(paths, "pinned:", _pin, lambda path: os.removexattr(path, PINNED))
 
 
-def _pin(path: str, status: os.stat_result, _: int | None) -> int | str:
+def _pin(path: str) -> str:
     try:
         os.setxattr(path, PINNED, b"", os.XATTR_CREATE)
     except FileExistsError:
         return "pinned before"
-    return held_bytes(status)
+    return ""

@@ -1,16 +1,16 @@
 """gpufs sleep: files leave their devices for the host's memory."""
 
-import errno
-import os
+from collections import Counter
+from contextlib import suppress
 from typing import Final
 
 import click
 
 from gpufs import config
-from gpufs.cli._files import held_bytes, parked_bytes
+from gpufs.cli._files import parked_bytes
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import timeout_option
-from gpufs.cli._parking import each_file
+from gpufs.cli._parking import failed, files_below, report
 from gpufs.client._daemons import park
 
 _SMALL: Final = 2 << 20  # such files share memory with others
@@ -22,29 +22,36 @@ _SMALL: Final = 2 << 20  # such files share memory with others
 def command(paths: tuple[str, ...], timeout: float) -> None:
     """Move files from a device to the host's memory of their mount, which leaves the device's memory free.
 
-    Names, contents and owners stay the same. A directory stands for all files below it. The files come back with `gpufs
-    wake`, and when a program opens them to write, attaches them or wakes; reading them leaves them where they are.
-    Files smaller than 2 MiB stay on their device, and files in host0 and registered memory stay where they are.
+    Names, contents and owners stay the same. A directory stands for all files below it. All of the files move, or none.
+    They come back with `gpufs wake`, and when a program opens them to write, attaches them or wakes; reading them
+    leaves them where they are. Files smaller than 2 MiB stay on their device, and files in host0 and registered memory
+    stay where they are.
 
-    Programs that use a file in place are asked to release it, if they have called gpufs.when_asked(). The others, and
-    those that do not do it in time, are named, and the file stays. Only the file's owner, root and the user who mounted
-    may do this. The mount needs --host-memory.
+    Programs that use the files in place are asked to release them, if they have called gpufs.when_asked(): each once,
+    and all together have the time of --sleep-timeout. The others, and those that do not do it in time, are named, and
+    nothing moves. Only the files' owner, root and the user who mounted may do this. The mount needs --host-memory.
     """
 
-    def sleep(path: str, status: os.stat_result, before: int | None) -> int | str:
-        try:
-            park(path, timeout)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return "in memory of the host or a program"
-            raise
-        after = parked_bytes(path)
-        if before:
-            return "asleep before"
-        if after == 0:
-            if status.st_size < _SMALL:
-                return "smaller than 2 MiB"
-            return "in use again" if status.st_blocks else "of holes alone"
-        return after or held_bytes(status)
-
-    each_file(paths, sleep, "asleep:")
+    files = files_below(paths)
+    large = [file for file in files if file.status.st_size >= _SMALL and file.held]
+    try:
+        park([file.path for file in large], timeout)
+    except OSError as error:
+        raise failed(paths, files, error) from None
+    changed = []
+    unchanged: Counter[str] = Counter()
+    for file in files:
+        after: int | None = 0
+        with suppress(FileNotFoundError):
+            after = parked_bytes(file.path)
+        if file.parked:
+            unchanged["asleep before"] += 1
+        elif after != 0:
+            changed.append(after or file.held)
+        elif not file.held:
+            unchanged["of holes alone"] += 1
+        elif file.status.st_size < _SMALL:
+            unchanged["smaller than 2 MiB"] += 1
+        else:
+            unchanged["in memory of the host or a program, or in use again"] += 1
+    report("asleep:", changed, unchanged)

@@ -3,6 +3,7 @@
 import curses
 import functools
 import os
+import re
 import signal
 import sys
 import time
@@ -28,6 +29,7 @@ _WHOLE: Final = "transfer"
 _BAR: Final = 20
 _MOST: Final = 12  # rows of a section, except for the devices
 _DEVICE_HEADERS: Final = ("DEVICE", "USED", "", "FREE", "SIZE", "READ", "WRITE", "FILES", "HEALTH", "DESCRIPTION")
+_OPTIONAL: Final = ("DESCRIPTION", "FILES", "SIZE")  # where the terminal is narrow
 _COPY_HEADERS: Final = ("COPY TO", "FROM", "", "DONE", "RATE", "LEFT", "PROGRAM")
 _FILE_HEADERS: Final = ("BUSY FILE", "SIZE", "HELD", "READ", "WRITE")
 _LEASE_HEADERS: Final = ("LEASE", "PROGRAM", "MODE", "SIZE", "AGE")
@@ -86,6 +88,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 def _watch(window: curses.window, mountpoints: Sequence[str], timeout: float, interval: float) -> None:
     with suppress(curses.error):  # a terminal without colours, or one that cannot hide its cursor
         curses.use_default_colors()
+        for colour in range(1, 8 if curses.has_colors() else 1):
+            curses.init_pair(colour, colour, -1)
         curses.curs_set(0)
     before: list[Reading] = []
     while True:
@@ -108,8 +112,15 @@ def _show(window: curses.window, lines: Sequence[str]) -> None:
     window.erase()
     height, width = window.getmaxyx()
     for row, line in enumerate(lines[:height]):
-        with suppress(curses.error):  # the last cell of a window cannot be written
-            window.addstr(row, 0, line[: width - 1].encode(window.encoding, "replace").decode(window.encoding))
+        column = attribute = 0
+        for number, part in enumerate(re.split(r"\x1b\[([0-9]+)m", line)):  # texts, and between them colours
+            if number % 2:
+                attribute = curses.color_pair(int(part) % 30)
+                continue
+            text = part[: max(width - column, 0)].encode(window.encoding, "replace").decode(window.encoding)
+            with suppress(curses.error):  # the last cell of a window cannot be written
+                window.addstr(row, column, text, attribute)
+            column += len(part)
     window.refresh()
 
 
@@ -175,7 +186,7 @@ def _picture(now: Sequence[Reading], before: Sequence[Reading]) -> list[str]:
     earlier = {reading.mountpoint: reading for reading in before}
     pairs = [(reading, earlier.get(reading.mountpoint)) for reading in now]
     sections = [
-        _section(_DEVICE_HEADERS, _devices(pairs), {1, 3, 4, 5, 6, 7}, len(now) * 1000),
+        _section(_DEVICE_HEADERS, _devices(pairs), {1, 3, 4, 5, 6, 7}, _OPTIONAL, len(now) * 1000),
         _section(_COPY_HEADERS, _copies(pairs), {3, 4, 5}),
         _section(_FILE_HEADERS, _files(pairs), {1, 2, 3, 4}),
         _section(_LEASE_HEADERS, _leases(now), {3, 4}),
@@ -187,11 +198,17 @@ def _picture(now: Sequence[Reading], before: Sequence[Reading]) -> list[str]:
     return lines
 
 
-def _section(headers: Sequence[str], rows: list[tuple[str, ...]], right: set[int], most: int = _MOST) -> list[str]:
+def _section(
+    headers: Sequence[str],
+    rows: list[tuple[str, ...]],
+    right: set[int],
+    optional: Sequence[str] = (),
+    most: int = _MOST,
+) -> list[str]:
     if not rows:
         return []
     left = [f"... and {len(rows) - most} more"] if len(rows) > most else []
-    return table_lines(headers, rows[:most], frozenset(right)) + left
+    return table_lines(headers, rows[:most], frozenset(right), optional) + left
 
 
 def _rate_text(value: float | None) -> str:

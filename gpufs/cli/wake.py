@@ -1,12 +1,11 @@
 """gpufs wake: files that sleep come back to their devices."""
 
-import os
+from collections import Counter
 
 import click
 
-from gpufs.cli._files import held_bytes
 from gpufs.cli._main import complete_files
-from gpufs.cli._parking import each_file
+from gpufs.cli._parking import failed, files_below, report
 from gpufs.client._daemons import bring_back
 
 
@@ -15,15 +14,14 @@ from gpufs.client._daemons import bring_back
 def command(paths: tuple[str, ...]) -> None:
     """Bring files that `gpufs sleep` or their programs have put to sleep back to their devices.
 
-    A directory stands for all files below it. Programs that sleep and have called gpufs.when_asked() are asked to
-    wake, also those that sleep on an older version of the file. Where the device is full, the message says how much is
-    missing and which programs use the rest.
+    A directory stands for all files below it. All of the files come back, or none. Programs that sleep and have called
+    gpufs.when_asked() are asked to wake, also those that sleep on an older version of a file. Where the device is full,
+    the message says how much is missing and which programs use the rest.
     """
-    each_file(paths, _wake, "awake:")
-
-
-def _wake(path: str, status: os.stat_result, before: int | None) -> int | str:
-    bring_back(path)
-    if before == 0:
-        return "awake before"
-    return before or held_bytes(status)
+    files = files_below(paths)
+    try:
+        bring_back([file.path for file in files])
+    except OSError as error:
+        raise failed(paths, files, error) from None
+    changed = [file.parked or file.held for file in files if file.parked != 0]
+    report("awake:", changed, +Counter({"awake before": len(files) - len(changed)}))

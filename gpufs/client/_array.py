@@ -25,6 +25,32 @@ _ARRAY_VERSION: Final = 3
 # What a program compares with elements: with these, == would otherwise be False whatever the elements are.
 _COMPARABLE: Final = (bool, int, float, complex, bytes, bytearray, _View, list, tuple)
 _ARRAY_PROTOCOLS: Final = ("__dlpack__", "__array_interface__", "__cuda_array_interface__")
+_NO_OPERATORS: Final = (
+    "DeviceArrays have no arithmetic and no comparisons: array.torch() and array.numpy() have, in the same memory, and "
+    "item() and tobytes() return elements"
+)
+
+
+def _is_array(value: object) -> bool:
+    return any(hasattr(value, name) for name in _ARRAY_PROTOCOLS)
+
+
+class _TypeName(str):
+    """The name of an element type, which equals the types of numpy and torch that have these elements, too."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            return str.__eq__(self, other)
+        try:
+            return element_type(other).name == str(self)
+        except TypeError:
+            return False
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 class AttachedFile(Protocol):
@@ -132,8 +158,8 @@ class DeviceArray(Closing):
 
     @property
     def dtype(self) -> str:
-        """The name of the element type: "uint8", "float32", "bfloat16" and so on."""
-        return self._element.name
+        """The name of the element type: "uint8", "float32", "bfloat16". It also equals the types of numpy and torch."""
+        return _TypeName(self._element.name)
 
     @property
     def itemsize(self) -> int:
@@ -277,6 +303,16 @@ class DeviceArray(Closing):
             raise ValueError(f"shape: {extents} of {element.name} does not have {self.nbytes} bytes")
         return DeviceArray(attached, self._offset, extents, _strides_of(extents, element.bytes), element)
 
+    def reshape(self, *shape: int | tuple[int, ...]) -> DeviceArray:
+        """Show the same elements in another shape, as :meth:`view` does."""
+        extents: Any = shape if len(shape) != 1 else shape[0]
+        return self.view(None, extents)
+
+    @property
+    def T(self) -> DeviceArray:
+        """The same elements with the order of the dimensions reversed."""
+        return DeviceArray(self._open(), self._offset, self._shape[::-1], self._strides[::-1], self._element)
+
     def _contiguous(self) -> bool:
         expected = _strides_of(self._shape, self._element.bytes)
         together = zip(self._shape, self._strides, expected, strict=True)
@@ -363,12 +399,19 @@ class DeviceArray(Closing):
 
     def __eq__(self, other: object) -> bool:
         """Refused where elements would have to be compared. The same object is found by ``is``."""
-        if isinstance(other, _COMPARABLE) or any(hasattr(other, name) for name in _ARRAY_PROTOCOLS):
-            raise TypeError(
-                "DeviceArrays have no ==: compare item() or tobytes(), or let a library compare the elements, for "
-                "example torch.equal(torch.from_dlpack(a), torch.from_dlpack(b))"
-            )
+        if isinstance(other, _COMPARABLE) or _is_array(other):
+            raise TypeError(_NO_OPERATORS)
         return NotImplemented
+
+    def _no_operator(self, other: object = None, *_: object) -> Any:
+        if hasattr(other, "__array_ufunc__"):
+            return NotImplemented  # numpy takes a DeviceArray
+        raise TypeError(_NO_OPERATORS)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _no_operator
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _no_operator
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __neg__ = __pos__ = __abs__ = _no_operator
+    __invert__ = __lt__ = __le__ = __gt__ = __ge__ = _no_operator
 
     __hash__ = object.__hash__
 
@@ -420,6 +463,18 @@ class DeviceArray(Closing):
         return self._attached
 
     # ---- other libraries ----
+
+    def numpy(self) -> Any:
+        """Return the array as one of numpy, in the same memory. TypeError for a GPU's memory or bfloat16."""
+        import numpy
+
+        return numpy.asarray(self)
+
+    def torch(self) -> Any:
+        """Return the array as a tensor of torch, in the same memory; with mode "r" a program that writes to it ends."""
+        from torch.utils.dlpack import from_dlpack
+
+        return from_dlpack(self)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """The kind of device in DLPack's numbers, and its number in this process."""

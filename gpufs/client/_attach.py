@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
 
@@ -66,7 +66,9 @@ class Attachment:
         self.mapping = mapping
         # What follows the file, and how each takes over the newest version. False: there is none, or it is unusable.
         self.followers: weakref.WeakKeyDictionary[Any, Callable[[Any], bool]] = weakref.WeakKeyDictionary()
+        self.layout: Any = None  # of the version in use, if something follows the file
         self.following = threading.RLock()  # one change of the version at a time, with what the followers do then
+        self.is_lost = False  # the memory is mapped no longer, since a change of the version failed in the middle
         self._lock = threading.Lock()  # one refresh, sleep, wake or change of the version at a time
         self._pci_address = answer.pci_address
         self._own(identity, connection, answer.id)
@@ -94,17 +96,16 @@ class Attachment:
             answer, pieces = _daemons.repeat_if_it_dies(ask)
         _add(self.mapping, pieces, answer, self.path)
         self.size, self.placement = answer.size, answer.placement
+        self.is_lost = False
 
     def sleep(self) -> bool:
-        """Unmap the memory and keep its addresses. False: it sleeps already. OSError as gpufs.sleep()."""
-        if not self.is_asleep:
-            self._take_newest()  # an old version has no name, and cannot sleep
+        """Unmap the memory and keep its addresses. False: it sleeps already. OSError as gpufs.sleep().
+
+        After check_together(): what fails only then may leave nothing mapped.
+        """
         with self._lock:
             if self.is_asleep:
                 return False
-            if self.private:
-                text = 'a private copy cannot sleep: attach the file with mode "r+", or mount with --trust-readers'
-                raise OSError(errno.EOPNOTSUPP, text, self.path)
             self.mapping.clear()
             if self.driver == HOST:
                 self.mapping.explain_accesses(_SLEEPS.format(path=self.path))
@@ -124,8 +125,6 @@ class Attachment:
 
     def wake(self) -> bool:
         """Map the memory again. False: it is awake. OSError as gpufs.wake(); it sleeps on then."""
-        if self.is_asleep and self._take_newest():
-            return True
         with self._lock:
             if not self.is_asleep:
                 return False
@@ -141,16 +140,17 @@ class Attachment:
             self.is_asleep = False
             return True
 
-    def _take_newest(self) -> bool:
+    def take_newest(self) -> bool:
         """Take over the newest version if somebody follows the file."""
         with self.following:
             return any(take(follower) for follower, take in list(self.followers.items())[:1])  # for all of them
 
-    def take_version(self, path: str, check: Callable[[int], None]) -> bool:
+    def take_version(self, path: str, check: Callable[[int], object]) -> bool:
         """Map the file that has a name now at the addresses of this one, and end the lease on this one.
 
         A failure leaves everything as it is, unless its text says otherwise. What sleeps is awake afterwards. ``check``
-        gets an open descriptor of the file; what it raises refuses the version. False if it is this file, or none.
+        gets an open descriptor of the file and returns its layout; what it raises refuses the version. False if it is
+        this file, or none.
         """
         with self._lock:
             try:
@@ -163,7 +163,7 @@ class Attachment:
                     return False
                 if status.st_dev != self.identity[0]:
                     raise OSError(errno.EXDEV, "the new version is on another mount", path)
-                check(fd)
+                layout = check(fd)
                 connection, (answer, pieces) = _lease(fd, mounts, self.mode, self.placement)
             try:
                 self._check_version(answer, pieces, path)
@@ -184,8 +184,8 @@ class Attachment:
             former = self._connection, self._number
             self._finalizer.detach()
             self._own((status.st_dev, status.st_ino), connection, answer.id)
-            self.is_asleep = False
-            self.size = answer.size
+            self.is_asleep = self.is_lost = False
+            self.size, self.layout = answer.size, layout
             former[0].detach(former[1])
             return True
 
@@ -207,18 +207,39 @@ class Attachment:
         if self.is_asleep:
             self.mapping.clear()
             return
+        self.is_lost = True
         try:
-            self.mapping.clear()
-            self._map_rest()
-            self._explain()
+            self._map_again()
         except OSError as error:
             text = f"the new version could not be mapped ({failure}), nor the old one again: attach the file"
             raise OSError(error.errno or errno.EIO, f"{text} ({text_of(error)})", self.path) from None
+
+    def restore(self) -> None:
+        """Map the memory again if it is lost. OSError if that fails again."""
+        with self._lock:
+            if self.is_lost:
+                self._map_again()
+
+    def _map_again(self) -> None:
+        self.mapping.clear()
+        self._map_rest()
+        self._explain()
 
     def _explain(self) -> None:
         """Say which accesses to the memory are fatal from now on."""
         if self.driver == HOST:
             self.mapping.explain_accesses(_READ_ONLY_HERE.format(path=self.path) if self.mode == READ else "")
+
+
+def check_together(attached: Sequence[Attachment], what: protocol.Move) -> None:
+    """OSError unless all of them can sleep, or wake, now."""
+    by_connection: dict[Connection, list[Attachment]] = {}
+    for each in attached:
+        by_connection.setdefault(each._connection, []).append(each)
+    for connection, some in by_connection.items():
+        ask = functools.partial(connection.check, [each._number for each in some], what)
+        with as_failure_of_mount(os.path.commonpath([each.path for each in some])):
+            _daemons.repeat_if_it_dies(ask)
 
 
 # The attachments of this process, and the functions that are called for each new one.

@@ -44,6 +44,12 @@ _NO_ANSWER: Final = "the daemon of the mount does not answer"
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
+def in_groups(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Split numbers of files into as many as one request takes."""
+    for start in range(0, len(numbers), protocol.MAX_FILES):
+        yield numbers[start : start + protocol.MAX_FILES]
+
+
 class _Pending:
     """A request in progress: the kind of message that answers it, and as much of the answer as has come."""
 
@@ -109,7 +115,7 @@ class Connection(Closing):
         self._silent = False  # whether the daemon has not answered in time, and nothing has come since
         self._detached: deque[int] = deque()  # leases to end as soon as the lock and the daemon are free
         self._retrying = False  # whether a thread does that
-        self._asked: Callable[[int, str], None] | None = None  # see listen()
+        self._asked: Callable[[Sequence[int], protocol.Move], str] | None = None  # see listen()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._connect(path, trusting)
@@ -285,18 +291,24 @@ class Connection(Closing):
         _check(answer[0])
         return answer
 
-    def park(self, file: int, wait: float) -> None:
-        """Move a file to the host's memory; programs that use it have so many seconds to sleep. OSError if refused."""
-        self._change(protocol.Park(next(self._numbers), wait), (file,))
+    def check(self, leases: Sequence[int], what: protocol.Move) -> None:
+        """Ask whether these leases can all sleep, or wake, now. OSError as one of them would get it."""
+        for some in in_groups(leases):
+            self._change(protocol.Check(next(self._numbers), list(some), what))
 
-    def bring_back(self, file: int) -> None:
-        """Move a file back to its device. OSError if the daemon refuses."""
-        self._change(protocol.BringBack(next(self._numbers)), (file,))
+    def park(self, inodes: Sequence[int], wait: float) -> None:
+        """Move files to the host's memory; programs that use them have so many seconds to sleep. OSError if refused."""
+        self._change(protocol.Park(next(self._numbers), list(inodes), wait))
 
-    def listen(self, asked: Callable[[int, str], None]) -> NoReturn:
-        """Call ``asked`` with an inode and "sleep" or "wake" for each question about this process's files.
+    def bring_back(self, inodes: Sequence[int]) -> None:
+        """Move files back to their devices. OSError if the daemon refuses."""
+        self._change(protocol.BringBack(next(self._numbers), list(inodes)))
 
-        OSError at the end of the connection, on which nothing else can be done.
+    def listen(self, asked: Callable[[Sequence[int], protocol.Move], str]) -> NoReturn:
+        """Call ``asked`` with inodes and what they should do, for each question about this process's files.
+
+        It returns why the program cannot do it, or "". OSError at the end of the connection, on which nothing else can
+        be done.
         """
         self._asked = asked
         with self._lock:
@@ -481,7 +493,9 @@ class Connection(Closing):
         if isinstance(message, protocol.Asked):
             close_all(descriptors)
             if self._asked is not None:
-                self._asked(message.inode, message.what)
+                declined = self._asked(message.inodes, message.what)
+                if declined:
+                    self._send(protocol.Declined(message.question, protocol.shorten(declined)))
             return
         pending = self._pending.get(message.id if isinstance(message, protocol.Answer) else _GREETING)
         if pending is not None and isinstance(message, protocol.Pieces):

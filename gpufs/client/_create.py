@@ -15,6 +15,7 @@ from gpufs.client._attach import attach
 from gpufs.client._space import shortage
 from gpufs.exceptions import failure_of_mount
 from gpufs.formats.element_types import element_type
+from gpufs.formats.layout import GivenType, note_type
 from gpufs.new_file import remove_name
 
 
@@ -24,7 +25,8 @@ def create(
 ) -> DeviceArray:
     """Create a file of a mount and map its memory into this program, as :func:`attach` with "r+".
 
-    The file has the elements alone, without a header, and they are zeros. It stays when the array is closed.
+    The file has the elements alone, without a header, and they are zeros. It stays when the array is closed. The
+    extended attribute ``user.tensor`` has the dtype and the shape, for `gpufs inspect` and `gpufs diff`.
 
     Parameters
     ----------
@@ -75,6 +77,7 @@ def create(
         mounts = mounting.places_of(os.fstat(file).st_dev, name)
         if size:
             _allocate(file, size, mounts)
+        note_type(file, GivenType(element_type(dtype).name, extents))
         return attach(name, "r+").view(dtype, extents)
     except BaseException as error:
         remove_name(file, name, None)

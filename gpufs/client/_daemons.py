@@ -8,10 +8,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from gpufs import mounting
+from gpufs import mounting, safe_path
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import closed_after, identity, os_error
 
@@ -125,21 +126,42 @@ def revoke(path: str) -> None:
     _with_daemon(path, 0, lambda daemon, fd: daemon.revoke(fd))
 
 
-def park(path: str, wait: float) -> None:
-    """Move a file of a mount to the host's memory. Programs that use it are asked to sleep, and have ``wait`` seconds.
+def park(paths: Sequence[str], wait: float) -> None:
+    """Move files of a mount to the host's memory, all of them or none; of more than MAX_FILES, each so many.
 
-    OSError with the daemon's reason if it refuses, NotOnMount outside of mounts.
+    Programs that use them are asked to sleep, and have ``wait`` seconds altogether. OSError with the daemon's reason if
+    it refuses, NotOnMount outside of mounts.
     """
-    _with_daemon(path, 0, lambda daemon, fd: daemon.park(fd, wait))
+    end = time.monotonic() + wait
+    _move(paths, lambda daemon, inodes: daemon.park(inodes, max(round(end - time.monotonic(), 1), 0.0)))
 
 
-def bring_back(path: str) -> None:
-    """Move a file that is parked back to its device. OSError as park()."""
-    _with_daemon(path, 0, lambda daemon, fd: daemon.bring_back(fd))
+def bring_back(paths: Sequence[str]) -> None:
+    """Move files that are parked back to their devices. OSError as park()."""
+    _move(paths, lambda daemon, inodes: daemon.bring_back(inodes))
+
+
+def _move(paths: Sequence[str], ask: Callable[[Connection, Sequence[int]], None]) -> None:
+    from gpufs.client._connection import in_groups
+
+    by_mount: dict[int, dict[int, str]] = {}  # paths by st_dev and inode
+    for path in paths:
+        with suppress(FileNotFoundError):  # removed by now
+            status = os.stat(path)
+            by_mount.setdefault(status.st_dev, {})[status.st_ino] = path
+    for st_dev, files in by_mount.items():
+        mounts = mounting.places_of(st_dev, next(iter(files.values())))
+
+        def ask_once(inodes: Sequence[int], st_dev: int = st_dev, mounts: list[MountEntry] = mounts) -> None:
+            with connect(st_dev, mounts, trusting=True) as daemon:
+                ask(daemon, inodes)
+
+        for inodes in in_groups(list(files)):
+            repeat_if_it_dies(functools.partial(ask_once, inodes))
 
 
 def _with_daemon(path: str, flags: int, ask: Callable[[Connection, int], None]) -> None:
-    with closed_after(os.open(path, os.O_PATH | os.O_CLOEXEC | flags)) as fd:
+    with closed_after(safe_path.open_path(path, os.O_PATH | flags)) as fd:
         st_dev = identity(fd).st_dev
         mounts = mounting.places_of(st_dev, path)
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import errno
 import os
 from collections.abc import Callable
-from typing import Final
+from contextlib import suppress
 
 from gpufs._naming import named_in
 from gpufs.client._array import DeviceArray
 from gpufs.client._attach import Attachment
 from gpufs.exceptions import as_failure_of_mount, failure_of_mount
 from gpufs.formats import FormatError
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.versions import FileLayout
 from gpufs.modes import COPY_ON_WRITE
 from gpufs.syscalls import Closing
-
-# Why a version cannot be used as long as it does not change. Other failures may end without a change of it.
-_UNTIL_IT_CHANGES: Final = (errno.EACCES, errno.EXDEV, errno.EINVAL, errno.EISDIR)
 
 
 @named_in("gpufs")
@@ -35,16 +31,23 @@ class Follower(Closing):
         How often the memory has become a newer version's: 0 in the beginning.
     metadata : dict of str to str
         What the version in use says about itself: the metadata of a safetensors file, such as a training step.
+    is_whole : bool
+        Whether all is of that version. False only after an ``update()`` that failed in the middle, which a later one
+        completes.
     """
 
     def __init__(
         self,
         attachment: Attachment,
         *,
+        check: Callable[[], None] | None = None,
         changed: Callable[[], None] | None = None,
         closed: Callable[[], None] | None = None,
     ) -> None:
-        """``changed`` is called after each change of the version, ``closed`` once, at the end."""
+        """``check`` is called before each change of the version, and refuses it by a ValueError.
+
+        ``changed`` is called after it, and again by later updates until it raises nothing; ``closed`` once, at the end.
+        """
         if attachment.mode == COPY_ON_WRITE:
             raise ValueError(
                 f'{attachment.path}: mode "c" keeps changes of this program, which a new version would drop'
@@ -54,26 +57,26 @@ class Follower(Closing):
         self.path = attachment.path
         self.version = 0
         self._attachment: Attachment | None = attachment
+        self._check = check
         self._changed = changed
         self._closed = closed
-        self._refused: tuple[tuple[int, ...], Exception] | None = None  # a file as it was, and why it cannot be used
+        self._current = attachment.identity  # of the version that all is of that this object keeps
         # Read from the memory: the name may lead to another version already.
         try:
-            self._layout = FileLayout.read(
-                self.path,
+            file = BoundedFile(
                 attachment.size,
                 lambda offset, count: attachment.mapping.read(attachment.placement + offset, count) if count else b"",
             )
+            attachment.layout = FileLayout.read(self.path, file)
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from None
-        self.metadata = self._layout.metadata
+        self.metadata: dict[str, str] = attachment.layout.metadata
         attachment.followers[self] = Follower._take_newest
 
     def update(self) -> bool:
         """Take over the newest version, if there is one.
 
-        Call it where no thread of this program uses the memory. It takes one stat(2) if nothing is to be done, or if
-        the new version was refused and has not changed since.
+        Call it where no thread of this program uses the memory. It takes one stat(2) if nothing is to be done.
         Otherwise it leases the new version, checks its layout, waits for all work that this program has queued on the
         device, maps the new memory in place of the old, and ends the lease on that. All that was made of the memory,
         also captured graphs, then shows the new version.
@@ -87,61 +90,81 @@ class Follower(Closing):
         Raises
         ------
         ValueError
-            The new version has another layout, or this object is closed.
+            The new version has another layout, or this object is closed; or tensors that follow have become copies with
+            other contents (see `gpufs.torch.follow`).
         DeviceFull, QuotaExceeded
             The memory is a private copy, and there is none for a second one.
         OSError
             EACCES, EBUSY, EXDEV, EFBIG: the new version cannot be used as the old one was; the text says why. The
-            memory is the old version's in all these cases, and the next call tries again; after EACCES, EXDEV and
-            another layout only if the new version has changed, and else it raises the same error.
+            memory is the old version's in all these cases, and the next call tries again.
+        Exception
+            Whatever copying tensors raises that follow as copies, such as `torch.OutOfMemoryError`: then the memory is
+            the new version's and some copies are the old one's. Use none of it before another call has completed that.
         """
         attachment = self._open()
         if attachment.is_asleep:
             return False
+        with suppress(OSError):  # the newest version may be possible all the same
+            attachment.restore()
+        completed = self._complete(attachment)
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
-            return False
+            status = None
         except OSError as error:
             raise failure_of_mount(error, self.path) from None
-        if (status.st_dev, status.st_ino) == attachment.identity:
-            return False
-        state = (status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size)
-        if self._refused is not None and self._refused[0] == state:
-            raise copy.copy(self._refused[1])  # a traceback would keep what its functions used
-        try:
-            return self._take(attachment)
-        except (OSError, ValueError) as error:
-            if not isinstance(error, OSError) or error.errno in _UNTIL_IT_CHANGES:
-                self._refused = state, copy.copy(error)
-            raise
+        if status is None or (status.st_dev, status.st_ino) == attachment.identity:
+            attachment.restore()
+            return completed
+        failures = self._take(attachment)
+        if failures is not None and self in failures:
+            raise failures[self]
+        return completed or failures is not None
 
-    def _take(self, attachment: Attachment) -> bool:
-        """Take over the newest version for all that follow the memory."""
-        layout = self._layout
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is of one version."""
+        attachment = self._attachment
+        return attachment is None or (attachment.identity == self._current and not attachment.is_lost)
 
-        def check(fd: int) -> None:
-            nonlocal layout
+    def _take(self, attachment: Attachment) -> dict[Follower, Exception] | None:
+        """Take over the newest version for all that follow the memory. None if there is none.
+
+        Returns what has failed then, which the next update() of each tries again.
+        """
+
+        def check(fd: int) -> FileLayout:
             layout = FileLayout.of_file(fd, self.path, f"the new version of {self.path}")
-            self._layout.check(layout, self.path)
+            attachment.layout.check(layout, self.path)
+            return layout
 
         with attachment.following:
+            followers = [each for each in list(attachment.followers) if isinstance(each, Follower)]
+            for follower in followers:
+                if follower._check is not None and follower.is_whole:
+                    follower._check()
             with as_failure_of_mount(self.path):
                 if not attachment.take_version(self.path, check):
-                    return False
-            for follower in list(attachment.followers):
-                assert isinstance(follower, Follower)
-                follower._turn_to(layout)
-        return True
+                    return None
+            failures = {}
+            for follower in followers:
+                try:
+                    follower._complete(attachment)
+                except Exception as error:  # noqa: BLE001 - its own update() raises it
+                    failures[follower] = error
+            return failures
 
-    def _turn_to(self, layout: FileLayout) -> None:
-        """The memory has become that of another version."""
-        self._refused = None
-        self._layout = layout
-        self.metadata = layout.metadata
-        self.version += 1
-        if self._changed is not None:
-            self._changed()
+    def _complete(self, attachment: Attachment) -> bool:
+        """Have what this object keeps become that of the version in the memory. False: it is that."""
+        with attachment.following:
+            if attachment.is_lost or attachment.identity == self._current:
+                return False
+            if self._changed is not None:
+                self._changed()
+            self._current = attachment.identity
+            self.metadata = attachment.layout.metadata
+            self.version += 1
+            return True
 
     def _take_newest(self) -> bool:
         """Update memory that goes to sleep or wakes. False if that fails, too: the old version stays."""
@@ -149,9 +172,12 @@ class Follower(Closing):
         if attachment is None:
             return False
         try:
-            return self._take(attachment)
+            failures = self._take(attachment)
         except (OSError, ValueError):  # the next update() says why
             return False
+        for failure in (failures or {}).values():
+            raise failure
+        return failures is not None
 
     def close(self) -> None:
         """Follow no longer. The memory stays what it is. A second call does nothing."""

@@ -19,7 +19,7 @@ from gpufs.client._shared_memory import MemoryShare, share_host_memory
 from gpufs.drivers import HOST
 from gpufs.engine._arrays import ArrayMemory, array_memory
 from gpufs.exceptions import as_failure_of_mount, failure_of_mount
-from gpufs.formats.layout import TYPE_ATTRIBUTE, GivenType
+from gpufs.formats.layout import GivenType, note_type
 from gpufs.new_file import remove_name
 from gpufs.syscalls import Closing, closed_after
 
@@ -279,8 +279,7 @@ def _create(
     with closed_after(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)) as file:
         try:
             if kind is not None:
-                with suppress(OSError):  # in a file that its owner may not write, or without memory for metadata
-                    os.setxattr(file, TYPE_ATTRIBUTE, str(kind).encode("ascii", "replace"))
+                note_type(file, kind)
             number = connection.register(share, memory.bytes, file)
             return Registration(connection, number, path, memory)
         except BaseException:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from gpufs import mounting
+from gpufs import mounting, safe_path
 from gpufs._naming import named_in
 from gpufs.exceptions import NotOnMount, failure_of_mount, text_of
 from gpufs.formats.versions import FileLayout
@@ -34,7 +34,8 @@ def replace(new: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
         access control list and the pin (`gpufs pin`) of the old one.
     path
         The file that it replaces. Both are on one device of one mount. Their sizes are equal; and for files whose
-        tensors gpufs finds (safetensors, GGUF, npy, npz, torch.save), names, types, shapes and offsets of all tensors.
+        tensors gpufs finds (safetensors, GGUF, npy, npz, torch.save), names, types, shapes and offsets of all tensors;
+        for files of `gpufs.torch.publish` strides and ties, too.
 
     Raises
     ------
@@ -50,8 +51,9 @@ def replace(new: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     --------
     >>> gpufs.replace("/mnt/gpufs/gpu0/step-2.safetensors", "/mnt/gpufs/gpu0/policy.safetensors")  # doctest: +SKIP
     """
-    source, target = os.fsdecode(new), os.path.realpath(os.fsdecode(path))  # a link stays, and leads to the new version
+    source = target = os.fsdecode(new)
     try:
+        target = safe_path.real(os.fsdecode(path))  # a link stays, and leads to the new version
         with ExitStack() as opened:
             old, new_version = _open(target, opened), _open(source, opened)
             if os.path.samestat(os.fstat(old.fd), os.fstat(new_version.fd)):
@@ -92,7 +94,7 @@ def _open(path: str, opened: ExitStack) -> _Opened:
         return fd
 
     # Opening a FIFO or a device in another way has effects. Of a link not the file but the link would get the name.
-    directory = keep(os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+    directory = keep(safe_path.open_path(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY))
     try:
         named = keep(os.open(os.path.basename(path) or ".", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory))
         status = os.fstat(named)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final, TypeAlias
 
@@ -13,10 +15,13 @@ from gpufs import mounting
 from gpufs._naming import named_in
 from gpufs.client import _daemons
 from gpufs.client._array import DeviceArray
-from gpufs.client._attach import Attachment, absolute_name, attachments
-from gpufs.exceptions import failure_of_mount
+from gpufs.client._attach import Attachment, absolute_name, attachments, check_together
+from gpufs.exceptions import failure_of_mount, text_of
+from gpufs.protocol import Move
 
-What: TypeAlias = "str | os.PathLike[str] | DeviceArray | Iterable[DeviceArray] | None"
+_One: TypeAlias = "str | os.PathLike[str] | DeviceArray"
+What: TypeAlias = "_One | Iterable[_One] | None"
+Asked: TypeAlias = Callable[[list[str]], object]
 
 _RECONNECT_SECONDS: Final = 0.5
 
@@ -28,14 +33,16 @@ def sleep(what: What = None) -> int:
     Whatever this program has made of them (arrays, tensors, views, captured graphs) stays valid and must not be used
     until `gpufs.wake`: an access ends the program with SIGSEGV in host memory, and the context of a GPU with an error.
     When all programs that have a file attached sleep, the file leaves its device and lies in the host's memory of the
-    mount (`gpufs mount --host-memory`), once for all of them.
+    mount (`gpufs mount --host-memory`), once for all of them. It needs one program among them that may write to the
+    file, or whose user owns it.
 
     Parameters
     ----------
     what
-        A file's path, arrays of `gpufs.attach`, or None for everything that this program has attached. In all cases the
-        whole file sleeps, with all that this program has made of it. A path also means the older version that this
-        program has of the file, if it follows the path or that version sleeps.
+        A file's path, an array of `gpufs.attach`, several of these, or None for everything that this program has
+        attached. In all cases whole files sleep, with all that this program has made of them, and several sleep
+        together or not at all. A path also means the older version that this program has of the file, if it follows the
+        path or that version sleeps.
 
     Returns
     -------
@@ -45,8 +52,9 @@ def sleep(what: What = None) -> int:
     Raises
     ------
     OSError
-        EOPNOTSUPP for a private copy and where the mount has no host memory, ENOSPC or EDQUOT if that is full. The file
-        that failed is awake; those before it sleep.
+        EOPNOTSUPP for a private copy and where the mount has no host memory, ENOSPC or EDQUOT if that has no space for
+        all of the files. Nothing has changed then, unless the text says otherwise: other programs may take the space
+        that a file leaves.
 
     Examples
     --------
@@ -56,7 +64,7 @@ def sleep(what: What = None) -> int:
     >>> gpufs.wake(weights)  # doctest: +SKIP
     17179869184
     """
-    return change(chosen(what), Attachment.sleep)
+    return change(chosen(what), "sleep")
 
 
 @named_in("gpufs")
@@ -76,20 +84,22 @@ def wake(what: What = None) -> int:
     Raises
     ------
     DeviceFull, QuotaExceeded
-        The device lacks memory; the text says how much and who has it. The file sleeps on.
+        The device lacks memory for all of the files; the text says how much and who has it. All sleep on, unless the
+        text says otherwise.
     OSError
-        ESTALE if the file was made smaller while it slept.
+        ESTALE if a file was made smaller while it slept.
     """
-    return change(chosen(what), Attachment.wake)
+    return change(chosen(what), "wake")
 
 
 @named_in("gpufs")
-def when_asked(sleep: Callable[[str], object] | None = None, wake: Callable[[str], object] | None = None) -> None:
+def when_asked(sleep: Asked | None = None, wake: Asked | None = None) -> None:
     """Let `gpufs sleep` and `gpufs wake` of a shell ask this program.
 
-    Each function is called with a file's path, on a thread of its own, and should make the program stop using the file
-    and then call `gpufs.sleep` with the path, or `gpufs.wake` and go on. A program that does not call this is named to
-    the user of the shell as one that cannot be asked.
+    Each function is called once for a command, on a thread for that, with the paths of all files of this program that
+    the command is about. The first should make the program stop using the files and then call `gpufs.sleep` with the
+    paths, the second call `gpufs.wake` and let the program go on. What a function raises is shown to the user of the
+    shell, and printed here. A program that does not call this is named to that user as one that cannot be asked.
 
     Parameters
     ----------
@@ -97,37 +107,60 @@ def when_asked(sleep: Callable[[str], object] | None = None, wake: Callable[[str
         None: `gpufs.sleep` and `gpufs.wake` themselves, for programs that use attached memory only while nobody asks.
         A later call replaces both.
     """
-    _listeners.set(sleep or _sleep_path, wake or _wake_path)
+    _listeners.set(sleep or _sleep_paths, wake or _wake_paths)
 
 
-def _sleep_path(path: str) -> None:
-    sleep(path)
+def _sleep_paths(paths: list[str]) -> None:
+    sleep(paths)
 
 
-def _wake_path(path: str) -> None:
-    wake(path)
+def _wake_paths(paths: list[str]) -> None:
+    wake(paths)
 
 
-def change(found: Iterable[Attachment], action: Callable[[Attachment], bool]) -> int:
-    """Do something to attachments; returns the bytes of those that it changed. OSError of the first that fails."""
-    return sum(attachment.size for attachment in found if action(attachment))
+def change(found: Sequence[Attachment], what: Move) -> int:
+    """Let attachments sleep or wake, all of them or none; returns the bytes of those that it changed."""
+    wakes = what == "wake"
+    todo = [each for each in found if each.is_asleep == wakes]
+    try:
+        for each in todo:
+            each.take_newest()  # which is awake
+        check_together([each for each in todo if each.is_asleep == wakes], what)
+        for each in todo:
+            each.wake() if wakes else each.sleep()
+    except BaseException as failure:
+        stuck = [each.path for each in reversed(todo) if each.is_asleep != wakes and not _undone(each)]
+        if stuck and isinstance(failure, OSError):
+            text = f"{text_of(failure)}; {', '.join(stuck)} {'is awake' if wakes else 'sleeps'}"
+            raise failure_of_mount(OSError(failure.errno, text), str(failure.filename or stuck[0])) from None
+        raise
+    return sum(each.size for each in todo if each.is_asleep != wakes)
+
+
+def _undone(attachment: Attachment) -> bool:
+    """Let an attachment wake that has gone to sleep, or the other way; return whether it does."""
+    with suppress(OSError):
+        attachment.wake() if attachment.is_asleep else attachment.sleep()
+        return True
+    return False
 
 
 def chosen(what: What) -> list[Attachment]:
-    """The attachments that somebody names."""
+    """The attachments that somebody names, each once."""
     everything = attachments()
     if what is None:
         return everything
-    if isinstance(what, DeviceArray):
-        what = [what]
-    if isinstance(what, (str, os.PathLike)):
-        return _named(os.fsdecode(what), everything)
-    arrays = list(what)
-    wanted = {id(array.attached) for array in arrays}
-    found = [each for each in everything if id(each) in wanted]
-    if len(found) != len(wanted):
-        raise ValueError("a copy of a small file cannot sleep: only what gpufs.attach() returned can")
-    return found
+    items = [what] if isinstance(what, (str, os.PathLike, DeviceArray)) else list(what)
+    found: dict[int, Attachment] = {}
+    for item in items:
+        if isinstance(item, DeviceArray):
+            named = [each for each in everything if each is item.attached]
+            if not named:
+                raise ValueError("a copy of a small file cannot sleep: only what gpufs.attach() returned can")
+        else:
+            named = _named(os.fsdecode(item), everything)
+        found |= {id(each): each for each in named}
+    return list(found.values())
 
 
 def _named(path: str, everything: Iterable[Attachment]) -> list[Attachment]:
@@ -151,12 +184,12 @@ class _Listeners:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below
-        self._sleep: Callable[[str], object] = _sleep_path
-        self._wake: Callable[[str], object] = _wake_path
+        self._sleep: Asked = _sleep_paths
+        self._wake: Asked = _wake_paths
         self._mounts: set[int] = set()  # by st_dev
         self._active = False
 
-    def set(self, sleep: Callable[[str], object], wake: Callable[[str], object]) -> None:
+    def set(self, sleep: Asked, wake: Asked) -> None:
         with self._lock:
             self._sleep, self._wake = sleep, wake
             self._active = True
@@ -176,19 +209,28 @@ class _Listeners:
         """Listen until the mount has gone. Another daemon may take it over."""
         while mounts := mounting.by_device().get(st_dev):
             with suppress(OSError), _daemons.connect(st_dev, mounts, trusting=True) as daemon:
-                daemon.listen(lambda inode, asked: self._answer((st_dev, inode), asked))
+                daemon.listen(functools.partial(self._answer, st_dev))
             time.sleep(_RECONNECT_SECONDS)
         with self._lock:
             self._mounts.discard(st_dev)
 
-    def _answer(self, identity: tuple[int, int], asked: str) -> None:
-        path = next((each.path for each in attachments() if each.identity == identity), None)
-        if path is None:
-            return
+    def _answer(self, st_dev: int, inodes: Sequence[int], what: Move) -> str:
+        """Do what is asked; return why that failed, or "". One question after the other, in their order."""
+        asked = {(st_dev, inode) for inode in inodes}
+        wakes = what == "wake"
+        concerned = [each for each in attachments() if each.identity in asked and each.is_asleep == wakes]
+        paths = list(dict.fromkeys(each.path for each in concerned))
+        if not paths:
+            return ""
         with self._lock:
-            function = self._sleep if asked == "sleep" else self._wake
-        # A function that fails prints a traceback on the program's standard error, as on every thread.
-        threading.Thread(target=function, args=(path,), name=f"gpufs-{asked}", daemon=True).start()
+            function = self._wake if wakes else self._sleep
+        try:
+            function(paths)
+        except Exception as error:  # noqa: BLE001 - shown here, and to the user of the shell
+            # On the program's standard error, as on every thread.
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            return text_of(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return ""
 
 
 _listeners: Final = _Listeners()

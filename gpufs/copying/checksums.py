@@ -8,8 +8,8 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Final
+from itertools import starmap, zip_longest
+from typing import TYPE_CHECKING, Any, Final
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.entries import Entry, open_source
@@ -85,9 +85,7 @@ def same_content(source: Entry | StoreFile, size: int, copy: Entry | Url, cancel
 
     if isinstance(source, Entry) and isinstance(copy, Entry):
         with _opened(copy, size) as there, _opened(source, size) as here:
-            return -1 not in (here, there) and all(
-                one == other for one, other in zip_longest(content(here), content(there))
-            )
+            return -1 not in (here, there) and all(starmap(_equal, zip_longest(content(here), content(there))))
     from gpufs.stores import checksums, finding
 
     stored, local = (source, copy) if isinstance(copy, Entry) else (finding.stored(copy), source)
@@ -97,6 +95,14 @@ def same_content(source: Entry | StoreFile, size: int, copy: Entry | Url, cancel
         return False
     with _opened(local, size) as fd:
         return fd >= 0 and checksums.verify(content(fd), stored.checksum, size, lambda done: None).matches()
+
+
+def _equal(one: memoryview | None, other: memoryview | None) -> bool:
+    """Compare two blocks. As memoryviews they would be compared element by element."""
+    if one is None or other is None or len(one) != len(other):
+        return False
+    whole: Any = other.obj  # the bytearray of blocks()
+    return bool(whole.startswith(one))
 
 
 def has_checksum(copy: Entry, sha256: str, cancel: Cancellation) -> bool:

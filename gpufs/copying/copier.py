@@ -14,6 +14,7 @@ from gpufs._naming import named_in
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry, OpenFile, kind_of
+from gpufs.copying.identity import Identity
 from gpufs.copying.job import CopyContext, CopyJob
 from gpufs.copying.types import (
     STREAM,
@@ -50,6 +51,10 @@ class Copier(Closing):
     partial : bool
         A copy that does not fit is begun all the same, and a failed or cancelled copy keeps a new destination, with the
         bytes copied so far, instead of removing it.
+    times : bool
+        Copies have the times of files of this machine.
+    replace : bool
+        A new file takes an existing name when it is complete, and programs that have the old one keep that.
     notice : callable, optional
         Called with one line, once for each mount whose daemon cannot be reached.
 
@@ -67,9 +72,12 @@ class Copier(Closing):
         verify: bool = False,
         preserve: bool = False,
         partial: bool = False,
+        times: bool = False,
+        replace: bool = False,
         notice: Callable[[str], None] | None = None,
     ) -> None:
-        self.context = CopyContext(CopyOptions(fastpath, fsync, verify, preserve, partial), notice)
+        options = CopyOptions(fastpath, fsync, verify, preserve, partial, times, replace)
+        self.context = CopyContext(options, notice)
         self._store_copies: StoreCopies | None = None
         self._lock = threading.Lock()  # guards the creation of the above
 
@@ -118,22 +126,29 @@ class Copier(Closing):
         )
 
     def copy_entry(
-        self, source: Entry, destination: Entry, *, progress: Progress = None, cancel: Cancellation | None = None
+        self,
+        source: Entry,
+        destination: Entry,
+        *,
+        identity: Identity | None = None,
+        progress: Progress = None,
+        cancel: Cancellation | None = None,
     ) -> CopyResult:
-        """Copy as :meth:`copy_file` does, for names in directories that are open."""
+        """Copy as :meth:`copy_file` does, for names in directories that are open. ``identity``: as of CopyJob."""
         _check_callbacks(progress, cancel)
         if cancel is not None and cancel.cancelled:
             raise CopyError(errno.ECANCELED, "", source.path, destination.path)
         if not destination.path:
             raise CopyError(errno.ENOENT, "", destination.path)
         with entries.open_source(source) as opened:
-            return self._copy(opened, destination, progress, cancel)
+            return self._copy(opened, destination, progress, cancel, identity=identity)
 
     def copy_to_each(
         self,
         source: Entry,
         destinations: Sequence[Entry],
         *,
+        identity: Identity | None = None,
         progress: Progress = None,
         cancel: Cancellation | None = None,
     ) -> list[Outcome]:
@@ -145,7 +160,7 @@ class Copier(Closing):
         """
         from gpufs.copying.fan_out import FanOut
 
-        return FanOut(self.context, source, destinations, progress, cancel).run()
+        return FanOut(self.context, source, destinations, identity, progress, cancel).run()
 
     def copy_each(
         self,
@@ -157,15 +172,17 @@ class Copier(Closing):
     ) -> list[Outcome]:
         """Copy a file, of this machine or of a store, to each of its destinations by the fastest way that they have."""
         names = [end for end in ends if isinstance(end, Entry)]
+        identity = None
         try:
             if not isinstance(source, Entry) and source.cached is not None:
+                identity = Identity.of_stored(source)
                 source = Entry(source.url.shown, source.cached)
             if not isinstance(source, Entry):
                 return self._stores().download(source, names, progress, cancel)
             if len(names) > 1:
-                return self.copy_to_each(source, names, progress=progress, cancel=cancel)
+                return self.copy_to_each(source, names, identity=identity, progress=progress, cancel=cancel)
             if names:
-                return [self.copy_entry(source, names[0], progress=progress, cancel=cancel)]
+                return [self.copy_entry(source, names[0], identity=identity, progress=progress, cancel=cancel)]
             urls = [end for end in ends if not isinstance(end, Entry)]
             return [self._stores().upload(source, url, progress, cancel) for url in urls]
         except CopyError as error:
@@ -197,11 +214,13 @@ class Copier(Closing):
         cancel: Cancellation | None,
         *,
         stream: bool = False,
+        identity: Identity | None = None,
     ) -> CopyResult:
         try:
             with destination.located() as located:
-                job = CopyJob.open(self.context, source, located, stream=stream, progress=progress, cancel=cancel)
-                return job.run()
+                return CopyJob.open(
+                    *(self.context, source, located), stream=stream, identity=identity, progress=progress, cancel=cancel
+                ).run()
         except OSError as error:  # of the destination's directory
             raise entries.open_failure(error, destination.path) from None
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Literal, Protocol, TypeAlias
 
 from gpufs import mounting
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.entries import Entry, is_inside
-from gpufs.copying.types import TreeOptions
-from gpufs.copying.walk import Step, Steps, selected, walk_files
+from gpufs.copying.patterns import Selection
+from gpufs.copying.walk import Fail, Folder, Step, Steps, walk_files
+from gpufs.new_file import part_name
 
 # The kinds of a source's files and directories, by their paths below it.
 Names: TypeAlias = Mapping[str, Literal["file", "directory"]]
@@ -49,12 +50,20 @@ def check_apart(source: str, copy: str) -> None:
 
 
 def delete_others(
-    base: Entry, names: Names, options: TreeOptions, cancel: Cancellation, report: DeletionReport
+    base: Entry,
+    names: Names,
+    selection: Selection,
+    cancel: Cancellation,
+    report: DeletionReport,
+    *,
+    dry_run: bool = False,
+    below: str = "",
 ) -> None:
     """Remove all below a directory that is not among the names of its source, or is there of another kind.
 
-    What --include and --exclude leave out of the copy stays, and so do the directories that have it. OSError EINVAL for
-    the root of a mount, whose directories are devices and disks.
+    What --include and --exclude leave out of the copy stays, and so do the directories that have it, and what
+    --partial goes on with. OSError EINVAL for the root of a mount, whose directories are devices and disks. ``below``:
+    only this directory, and what it has.
     """
     base = base.as_directory()._replace(follow=False)
     try:
@@ -65,18 +74,28 @@ def delete_others(
     if mounting.is_root(base.path):
         raise OSError(errno.EINVAL, "nothing is deleted in the root of a mount: name a directory in it", base.path)
     gone: set[str] = set()  # their paths
-    steps = walk_files(base, lambda path, error: report.failed(path, None, error), recursive=True, dereference=False)
-    with closing(selected(steps, options.include, options.exclude)) as steps:
+    steps = _walk(base, lambda path, error: report.failed(path, None, error))
+    parts = {os.path.join(os.path.dirname(name), part_name(os.path.basename(name))) for name in names}
+    with closing(selection.of(steps)) as steps:
         for step in steps:
             if cancel.cancelled:
                 return
+            path = step.below if step.kind == "file" or step.folder is None else step.folder.below
+            if (below and not f"{path}/".startswith(f"{below}/")) or path in parts:
+                continue
             try:
-                if _delete_unless_named(step, names, gone, dry_run=options.dry_run):
+                if _delete_unless_named(step, names, gone, dry_run=dry_run):
                     gone.add(step.path)
                     report.deleted(os.path.join(step.path, "") if step.kind == "leave" else step.path)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # else the directory has what was left out
                     report.failed(step.path, None, error)
+
+
+def _walk(base: Entry, fail: Fail) -> Steps:
+    """Walk over a directory. Root gets to it without other users' links."""
+    with base.located() as located:
+        yield from walk_files(located, fail, recursive=True, dereference=False)
 
 
 def _delete_unless_named(step: Step, names: Names, gone: set[str], *, dry_run: bool) -> bool:
@@ -85,11 +104,29 @@ def _delete_unless_named(step: Step, names: Names, gone: set[str], *, dry_run: b
     if step.kind == "file" and folder is not None and names.get(step.below) != "file":
         assert isinstance(step.source, Entry)
         if not dry_run:
-            os.unlink(step.source.name, dir_fd=step.source.directory)
+            with _writable(folder):
+                os.unlink(step.source.name, dir_fd=folder.fd)
         return True
     if step.kind != "leave" or folder is None or folder.parent is None or names.get(folder.below) == "directory":
         return False
     if dry_run:
         return all(os.path.join(folder.path, name) in gone for name in os.listdir(folder.path))
-    os.rmdir(os.path.basename(folder.below), dir_fd=folder.parent.fd)
+    with _writable(folder.parent):
+        os.rmdir(os.path.basename(folder.below), dir_fd=folder.parent.fd)
     return True
+
+
+@contextmanager
+def _writable(folder: Folder) -> Iterator[None]:
+    """Let the owner of a directory change it, whatever its mode is."""
+    status = folder.status
+    assert status is not None
+    mode = stat.S_IMODE(status.st_mode)
+    closed = mode & stat.S_IRWXU != stat.S_IRWXU and status.st_uid == os.geteuid() != 0
+    if closed:
+        os.fchmod(folder.fd, mode | stat.S_IRWXU)
+    try:
+        yield
+    finally:
+        if closed:
+            os.fchmod(folder.fd, mode)

@@ -10,11 +10,13 @@ import errno
 import os
 import stat
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, Literal, NamedTuple, Protocol, Self
 
+from gpufs import safe_path
 from gpufs.copying.types import CopyError, DaemonDiedCopyError, NotOnMountCopyError
 from gpufs.exceptions import DEAD, text_of
+from gpufs.new_file import NewFile
 from gpufs.syscalls import close_all, closed_after, path_of
 
 NEITHER: Final = "neither of them is on a gpufs mount: use cp"
@@ -41,13 +43,14 @@ class Entry(NamedTuple):
     """A name in an open directory, or a path where ``directory`` is None.
 
     ``path``: for messages. If it ends with a slash, only a directory may be created there. ``follow``: whether the name
-    may be a symbolic link to the file that is meant.
+    may be a symbolic link to the file that is meant. ``is_given``: by the user, not found below a directory.
     """
 
     path: str
     name: str
     directory: int | None = None
     follow: bool = True
+    is_given: bool = True
 
     @classmethod
     def of(cls, path: str, *, follow: bool = True) -> Entry:
@@ -56,7 +59,7 @@ class Entry(NamedTuple):
 
     def child(self, name: str, directory: int) -> Entry:
         """An entry of the directory that this one is, open as ``directory``."""
-        return Entry(os.path.join(self.path, name), name, directory, follow=False)
+        return Entry(os.path.join(self.path, name), name, directory, follow=False, is_given=False)
 
     def beside(self, name: str) -> Entry:
         """Another entry of the same directory."""
@@ -86,16 +89,28 @@ class Entry(NamedTuple):
         with closed_after(fd):
             yield fd, self.path
 
-    def check_replaceable(self) -> None:
-        """Raise OSError for the name of anything but a file or a symbolic link: a file must not replace /dev/null."""
+    def check_replaceable(self) -> os.stat_result | None:
+        """Raise OSError for a directory, and for a given name as /dev/null, which a new file must not replace.
+
+        Return the attributes of what the name has.
+        """
         try:
-            mode = os.stat(self.name, dir_fd=self.directory, follow_symlinks=False).st_mode
+            status = os.stat(self.name, dir_fd=self.directory, follow_symlinks=False)
         except FileNotFoundError:
-            return
+            return None
+        mode = status.st_mode
         if stat.S_ISDIR(mode):
             raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file", self.path)
-        if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+        if self.is_given and not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
             raise OSError(errno.EINVAL, "is a device, FIFO or socket, which a file does not replace", self.path)
+        return status
+
+    def is_directory(self) -> bool:
+        """Whether it is a directory, or a link to one if it may be a link."""
+        try:
+            return stat.S_ISDIR(self.status().st_mode)
+        except OSError:
+            return False
 
     def check_file(self) -> None:
         """Raise OSError ENOTDIR for a name that only a directory can have."""
@@ -108,8 +123,9 @@ class Entry(NamedTuple):
         if self.directory is not None:
             yield self
             return
-        with closed_after(os.open(os.path.dirname(self.path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
-            yield Entry(self.path, os.path.basename(self.path) or ".", fd, self.follow)
+        folder = os.path.dirname(self.path) or "."
+        with closed_after(safe_path.open_path(folder, os.O_PATH | os.O_DIRECTORY)) as fd:
+            yield self._replace(name=os.path.basename(self.path) or ".", directory=fd)
 
 
 class OpenFile(NamedTuple):
@@ -259,6 +275,34 @@ def open_destination(
     raise CopyError(errno.EBUSY, "other processes create and remove it all the time", entry.path)
 
 
+def open_new(
+    entry: Entry, source: OpenFile, *, mounts: Container[int], mode: int, named_mode: int | None = None
+) -> NewFile:
+    """A new file that replaces the destination once it is complete. ``entry`` has its directory open.
+
+    It has the attributes that the destination keeps. ``named_mode``: as of NewFile. CopyError if nothing can be copied
+    there.
+    """
+    assert entry.directory is not None
+    try:
+        entry.check_file()
+        if source.status.st_dev not in mounts and os.fstat(entry.directory).st_dev not in mounts:
+            raise NotOnMountCopyError(errno.EXDEV, NEITHER, source.entry.path, entry.path)
+        old = entry.check_replaceable()
+        if old is not None and os.path.samestat(old, source.status):
+            raise CopyError(errno.EINVAL, "is the same file as the source", entry.path)
+        new = NewFile.create(entry.directory, mode, named_mode)
+        try:
+            if old is not None:
+                new.keep_attributes_of(entry.name)
+        except BaseException:
+            new.close()
+            raise
+        return new
+    except OSError as error:
+        raise open_failure(error, entry.path) from None
+
+
 def is_link(entry: Entry) -> bool:
     """Whether the name is a symbolic link."""
     try:
@@ -312,7 +356,8 @@ class SourceAttributes(Protocol):
 def preserve(target: int | str, source: SourceAttributes) -> None:
     """Set owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
     mode, now = stat.S_IMODE(source.st_mode), os.stat(target)
-    if (now.st_uid, now.st_gid) != (source.st_uid, source.st_gid):  # else a request to the mount's daemon for nothing
+    owned = (now.st_uid, now.st_gid) == (source.st_uid, source.st_gid)
+    if not owned:  # else a request to the mount's daemon for nothing
         try:
             os.chown(target, source.st_uid, source.st_gid)
         except PermissionError:
@@ -321,15 +366,18 @@ def preserve(target: int | str, source: SourceAttributes) -> None:
             except PermissionError:
                 mode &= ~stat.S_ISGID
             mode &= ~stat.S_ISUID
-    if not stat.S_ISLNK(source.st_mode):  # which has no mode of its own
+    if not stat.S_ISLNK(source.st_mode) and not (owned and stat.S_IMODE(now.st_mode) == mode):  # links have none
         os.chmod(target, mode)
     os.utime(target, ns=(source.st_atime_ns, source.st_mtime_ns))
 
 
-def make_durable(fd: int, directory: int | None, *, synced: bool) -> None:
-    """Write a file to disk, and ``directory`` if the file's name there is new."""
-    if not synced:
-        os.fsync(fd)
-    if directory is not None:
-        with closed_after(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)) as readable:
-            os.fsync(readable)
+def set_times(fd: int, source: SourceAttributes) -> None:
+    """Set the times of an open file to those of its source. Only its owner may: others' copies are made again."""
+    with suppress(PermissionError):
+        os.utime(fd, ns=(source.st_atime_ns, source.st_mtime_ns))
+
+
+def sync_directory(directory: int) -> None:
+    """Write the names in a directory to disk."""
+    with closed_after(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)) as readable:
+        os.fsync(readable)

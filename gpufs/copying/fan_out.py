@@ -17,6 +17,7 @@ from gpufs import waiting
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry, OpenFile
+from gpufs.copying.identity import Identity
 from gpufs.copying.job import CopyContext, CopyJob
 from gpufs.copying.types import CopyError, CopyProgress, Outcome, Progress
 from gpufs.syscalls import close_all
@@ -33,6 +34,7 @@ class FanOut:
     context: CopyContext
     source: Entry
     destinations: Sequence[Entry]
+    identity: Identity | None
     progress: Progress
     cancel: InitVar[Cancellation | None]
 
@@ -79,7 +81,13 @@ class FanOut:
 
     def _open(self, place: int, source: OpenFile, destination: Entry) -> CopyJob:
         progress = None if self.progress is None else partial(self._report, place)
-        return CopyJob.open(self.context, source, destination, readable=True, progress=progress, cancel=self._cancel)
+        return CopyJob.open(
+            *(self.context, source, destination),
+            readable=True,
+            identity=self.identity,
+            progress=progress,
+            cancel=self._cancel,
+        )
 
     def _copy_group(self, jobs: list[tuple[int, CopyJob]], copies: list[OpenFile], *, shares: bool) -> None:
         """Copy to destinations of one file system. ``copies``: what can be read there."""

@@ -56,7 +56,7 @@ def download(
     request.sends = True
     request.sources = [os.fsencode(path) for path in paths]
     with _bases(paths, destination, request) as bases:
-        peer.request(request)
+        peer.channel.send(request)
         shown = Shown(sink, peer.host)
         Receiver(context, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
 
@@ -74,15 +74,18 @@ def upload(
     request.sources = [os.fsencode(os.path.basename(source.rstrip("/"))) for source in sources]  # their names count
     request.destination = os.fsencode(targets[0].path)
     request.forward = [os.fsencode(str(target)) for target in targets[1:]]
-    peer.request(request)
+    peer.channel.send(request)
+    failed_hops: set[int] = set()
 
     def take(sent: Sent, result: messages.FileResult) -> None:
         destination = str(HostName(targets[result.hop].host, os.fsdecode(result.path)))
         outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
-        if result.error != errno.ECANCELED:  # else the file's directory is reported
+        # A file is cancelled if its directory could not be created, which has been reported.
+        if result.error != errno.ECANCELED or result.hop not in failed_hops:
             sink.file_ended(sent.path, outcome, result.hop)
 
     def fail(failed: messages.Failed) -> None:
+        failed_hops.add(failed.hop)
         shown = str(HostName(targets[failed.hop].host, os.fsdecode(failed.path)))
         sink.file_ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
 
@@ -103,8 +106,8 @@ def ask_for_upload(
     request.sends = True
     request.sources = [os.fsencode(path) for path in paths]
     request.forward = [os.fsencode(str(target)) for target in targets]
-    peer.request(request)
-    shown = Shown(sink, peer.host)
+    peer.channel.send(request)
+    shown, answers = Shown(sink, peer.host), 0
     while not isinstance(message := peer.channel.receive(), messages.Finished):
         match message:
             case messages.Plan():
@@ -114,13 +117,17 @@ def ask_for_upload(
             case messages.Notice():
                 shown.noticed(message.text)
             case messages.FileResult() if message.hop < len(targets):
+                answers += 1
                 show(message, shown)
-            case messages.Deleted():
+            case messages.Deleted() if request.delete:
                 sink.deleted(os.fsdecode(message.path))
             case messages.Lost() if message.hop < len(targets):
+                answers += len(paths)
                 sink.host_lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
             case _:
                 raise HostProtocolError("no result")
+    if answers < len(paths) and not request.recursive:
+        raise HostProtocolError("no result of a file")
 
 
 def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -> bool:
@@ -149,7 +156,7 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
     except OSError as error:
         try:
             channel.send(
-                messages.Refused(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(error.filename or ""))
+                messages.Refused(error.errno or errno.EIO, plain(text_of(error)), messages.shown(error.filename or ""))
             )
         except ChannelError:
             pass
@@ -161,10 +168,7 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
 def _answer(
     context: CopyContext, channel: HostChannel, request: HostRequest, has_nixl: bool, shell: str, program: str
 ) -> None:
-    def fail(path: str, error: OSError) -> None:
-        channel.send(messages.Failed(error.errno or errno.EIO, plain(text_of(error)), os.fsencode(path)))
-
-    def ignore(*_: object) -> None:  # the receiver reports them
+    def ignore(*_: object) -> None:  # the other side reports them
         pass
 
     paths = [os.fsdecode(path) for path in request.sources]
@@ -172,7 +176,7 @@ def _answer(
         _upload_as_asked(context, channel, [_expanded(path) for path in paths], request, shell, program)
     elif request.sends:
         sources = [_expanded(path) for path in paths]
-        _send(context, channel, sources, request, Silent(), ignore, ignore, fail, ignore, has_nixl)
+        _send(context, channel, sources, request, Silent(), ignore, ignore, ignore, ignore, has_nixl)
     else:
         cancel = Cancellation()
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:

@@ -20,18 +20,24 @@ from gpufs.copying.deletion import delete_others
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.host_reports import Sink
+from gpufs.copying.identity import Identity
 from gpufs.copying.job import CopyContext
-from gpufs.copying.tree import CopiedDirectory, exists, file_is_current, make_special
-from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, TreeOptions, error_class
+from gpufs.copying.patterns import Selection
+from gpufs.copying.tree import CopiedDirectory, exists, find_copy, make_special, pass_on
+from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages
 from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded, HostChannel, HostProtocolError
-from gpufs.hosts.messages import HostRequest, plain
+from gpufs.hosts.messages import HostRequest, plain, shown
 from gpufs.hosts.next_host import NextHost
 from gpufs.hosts.nixl import LEAST_BYTES, SLOTS, Nixl, is_installed
 from gpufs.new_file import NewFile
 from gpufs.syscalls import write_at
 
+# Nobody has more: of the names that --delete compares, and of the path of a directory.
+_MOST_NAME_BYTES: Final = 512 << 20
+_MOST_PATH_BYTES: Final = 16 << 10
+_STEP_BYTES: Final = 1 << 30  # of a hole, between two looks at whether the copy is cancelled
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
 
 
@@ -54,9 +60,14 @@ class Receiver:
         self._failure = ""  # why there is none
         self._used: int | None = None  # the slot of the bytes that _next() has returned
         self._in_file = False  # bytes of a file are to come
+        self._left = 0  # how many
         self._path: list[str] = []  # the names of those folders
         self._names: dict[str, Literal["file", "directory"]] = {}  # what the source has, for request.delete
+        self._name_bytes = 0  # of those
         self._incomplete = False  # not all of it is there
+        self._planned = False  # the plan has come
+        self._offered = False  # and an offer
+        self._came: set[int] = set()  # the sources of which something has come
         self._made: set[str] = set()  # the files that this command has created from its sources
 
     def run(self) -> None:
@@ -64,10 +75,7 @@ class Receiver:
         try:
             while True:
                 message = self.channel.receive()
-                if self.next_host is not None and isinstance(
-                    message,
-                    (messages.Plan, messages.Enter, messages.Leave, messages.Link, messages.File, messages.FilesDone),
-                ):
+                if self.next_host is not None and isinstance(message, messages.OfSender):
                     self.next_host.pass_on(message)
                 match message:
                     case messages.Plan():
@@ -75,7 +83,7 @@ class Receiver:
                         self._prepare(message)
                     case messages.Offer():
                         self._measure(message)
-                    case memoryview():
+                    case memoryview() if self._offered:
                         pass  # measures the pipe
                     case messages.Measure():
                         self.channel.send(messages.Measured())
@@ -96,6 +104,8 @@ class Receiver:
                         self.sink.file_ended(path, error_class(message.error)(message.error, text, path))
                         self._incomplete = True
                     case messages.FilesDone():
+                        if len(self._came) < len(self.bases) and not self._incomplete:
+                            raise HostProtocolError("nothing has come of a source")
                         self._delete_others()
                         if self.next_host is not None:
                             self.next_host.finish()
@@ -113,9 +123,12 @@ class Receiver:
         """Report what could not be created, other than a file."""
         number, text = error.errno or errno.EIO, text_of(error)
         self.sink.file_ended(source, CopyError(number, text, source, destination))
-        self.channel.send(messages.Failed(number, plain(text), os.fsencode(destination)))
+        self.channel.send(messages.Failed(number, plain(text), shown(destination)))
 
     def _check_space(self, plan: messages.Plan) -> None:
+        if self._planned:
+            raise HostProtocolError("a second plan")
+        self._planned = True
         self.sink.planned(plan.size)
         if not (self.request.no_clobber or self.request.update):  # else nobody knows what is skipped
             with self.bases[0].filled() as (directory, place):
@@ -130,6 +143,7 @@ class Receiver:
         if not self._folders:
             if source >= len(self.bases):
                 raise HostProtocolError(f"source {source}")
+            self._came.add(source)
             return self.bases[source]._replace(follow=False)
         if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
             raise HostProtocolError(f"the name {name!r}")
@@ -155,6 +169,9 @@ class Receiver:
                 self._failure = error.strerror or str(error)
 
     def _measure(self, offer: messages.Offer) -> None:
+        if self._offered:
+            raise HostProtocolError("a second offer")
+        self._offered = True
         rate = 0.0
         try:
             if self._nixl is not None:
@@ -180,7 +197,7 @@ class Receiver:
     # ---- directories and links ----
 
     def _enter(self, message: messages.Enter) -> None:
-        if not self.request.recursive:
+        if not self.request.recursive or sum(map(len, self._path)) > _MOST_PATH_BYTES:
             raise HostProtocolError("a directory")
         entry = self._entry(message.source, message.name)
         self._name(message.name, "directory")
@@ -189,7 +206,8 @@ class Receiver:
             if entry is not None and not self._folders:
                 self._check_mount(entry, message.on_mount)
             if entry is not None:
-                folder = CopiedDirectory(entry, message.attributes, keeps=self.request.preserve)
+                replace = self.request.update and not entry.is_given
+                folder = CopiedDirectory(entry, message.attributes, keeps=self.request.preserve, replace=replace)
         except OSError as error:
             assert entry is not None
             self._fail(os.fsdecode(message.path), entry.path, error)
@@ -211,13 +229,18 @@ class Receiver:
             folder.close()
 
     def _link(self, message: messages.Link) -> None:
+        if not self.request.recursive or self.request.dereference:
+            raise HostProtocolError("a link")
         entry = self._entry(message.source, message.name)
         self._name(message.name, "file")
         if entry is None or self._is_skipped(entry):
             return
         try:
             entry.check_file()
-            make_special(entry, message.attributes, message.target, keeps=self.request.preserve)
+            self._make_way(entry)
+            make_special(
+                entry, message.attributes, message.target, keeps=self.request.preserve, update=self.request.update
+            )
         except OSError as error:
             self._fail(os.fsdecode(message.path), entry.path, error)
 
@@ -225,22 +248,33 @@ class Receiver:
 
     def _name(self, name: bytes, kind: Literal["file", "directory"]) -> None:
         if self.request.delete:
-            below = [*self._path[1:], os.fsdecode(name)] if self._path else []
-            self._names["/".join(below)] = kind
+            below = "/".join([*self._path[1:], os.fsdecode(name)] if self._path else [])
+            self._names[below] = kind
+            self._name_bytes += len(below)
+            if self._name_bytes > _MOST_NAME_BYTES:
+                raise HostProtocolError("more names than can be compared")
 
     def _delete_others(self) -> None:
         if not self.request.delete or self._names.get("") != "directory":
             return
         if self._incomplete:
-            self.sink.noticed("nothing is deleted, for not all of the source can be read")
+            text = "nothing is deleted, for not all of the source can be read"
+            self.sink.noticed(text)
+            self.channel.send(messages.Notice(text))
             return
-        include, exclude = self.request.patterns
-        options = TreeOptions(include=include, exclude=exclude)
-        delete_others(self.bases[0], self._names, options, self.cancel, self)
+        delete_others(self.bases[0], self._names, Selection(*self.request.patterns), self.cancel, self)
+
+    def _make_way(self, entry: Entry) -> None:
+        """Remove a directory that has the name of a file, with --delete. It comes before the other removals."""
+        if self.request.delete and self._path and entry._replace(follow=False).is_directory():
+            below = "/".join([*self._path[1:], os.path.basename(entry.name)])
+            delete_others(
+                self.bases[0], {"": "directory"}, Selection(*self.request.patterns), self.cancel, self, below=below
+            )
 
     def deleted(self, path: str) -> None:
         """Report what has been removed."""
-        self.channel.send(messages.Deleted(os.fsencode(path)))
+        self.channel.send(messages.Deleted(shown(path)))
         self.sink.deleted(path)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
@@ -251,11 +285,23 @@ class Receiver:
         return self.request.no_clobber and exists(entry, follow=False)
 
     def _is_current(self, entry: Entry, file: messages.File) -> bool:
+        """Return whether the copy exists already. It then has the attributes that it should have."""
         if not self.request.update:
             return False
-        if not file.checksum:
-            return file_is_current(entry, file.size, file.attributes.st_mtime_ns)
-        return file_is_current(entry, file.size, 0) and has_checksum(entry, file.checksum, self.cancel)
+        try:
+            if file.checksum:
+                copy = entry.status()
+                if copy.st_size != file.size or not has_checksum(entry, file.checksum, self.cancel):
+                    return False
+            elif (found := find_copy(entry, Identity(file.size, file.attributes.st_mtime_ns), self.context)) is None:
+                return False
+            else:
+                copy = found
+            if self.request.preserve:
+                pass_on(entry, copy, file.attributes)
+        except OSError:
+            return False  # creating it will show what is wrong
+        return True
 
     # ---- files ----
 
@@ -264,14 +310,14 @@ class Receiver:
         source = os.fsdecode(file.path)
         entry = self._entry(file.source, file.name)
         self._name(file.name, "file")
-        self._in_file = True
+        self._in_file, self._left = True, file.size
         if entry is None:  # the directory is reported already
             self.channel.send(messages.FileResult(file.number, b"", errno.ECANCELED))
         elif self._is_skipped(entry) or self._is_current(entry, file):
-            self.channel.send(messages.FileResult(file.number, os.fsencode(entry.path), skipped=True))
+            self.channel.send(messages.FileResult(file.number, shown(entry.path), skipped=True))
             self.sink.file_ended(source, None)
         else:
-            path = os.fsencode(entry.path)
+            path = shown(entry.path)
             try:
                 stored = self._store(file, source, entry)
             except OSError as error:
@@ -300,7 +346,11 @@ class Receiver:
             message = self._take_slot(message)
         if isinstance(message, (messages.End, messages.Abandon)):
             self._in_file = False
-        elif not isinstance(message, (memoryview, messages.Hole, messages.InPlace)):
+        elif isinstance(message, (memoryview, messages.Hole)):
+            self._left -= len(message) if isinstance(message, memoryview) else message.size
+            if self._left < 0:
+                raise HostProtocolError("more bytes than the file has")
+        elif not isinstance(message, messages.InPlace):
             raise HostProtocolError("no bytes of a file")
         if self.next_host is not None and not isinstance(message, messages.InPlace):
             self.next_host.pass_on(message)
@@ -327,7 +377,9 @@ class Receiver:
                     in_place += written
                     done += written
                 elif isinstance(message, messages.Hole):
-                    checksum.skip(message.size)
+                    for start in range(0, message.size, _STEP_BYTES) if self.request.verify else ():
+                        self.channel.check()
+                        checksum.skip(min(message.size - start, _STEP_BYTES))
                     holes += message.size
                     done += message.size
                 else:
@@ -337,6 +389,8 @@ class Receiver:
                 self.sink.moved(source, done)
             if isinstance(message, messages.Abandon):
                 raise OSError(message.error, message.text)
+            if done < file.size:
+                raise OSError(errno.EIO, f"{file.size} bytes were promised, and {done} have come")
             if message.checksum != checksum.text:
                 text = f"the bytes have changed on the way: {message.checksum} was sent, {checksum.text} has come"
                 raise OSError(errno.EIO, text)
@@ -369,6 +423,7 @@ class Receiver:
                 ):
                     self.sink.moved(source, message.offset)
                     if message.last:
+                        self._left -= message.offset - offset
                         return message.offset
         raise HostProtocolError("not what was written")
 
@@ -379,12 +434,12 @@ class Receiver:
             raise OSError(errno.EEXIST, "another source of this command is copied there")
         self._check_mount(entry, file.on_mount)
         mode = file.attributes.permissions & (0o700 if self.request.preserve else 0o777)
+        self._make_way(entry)
         entry.check_replaceable()
         assert entry.directory is not None
         new = NewFile.create(entry.directory, mode)
         try:
-            if not self.request.preserve:
-                new.keep_attributes_of(entry.name)
+            new.keep_attributes_of(entry.name)
             self.context.check_space(new.fd, file.data, self.cancel)
             if file.data and file.data >= file.size:
                 os.posix_fallocate(new.fd, 0, file.size)  # the memory is certain before the first byte arrives
@@ -398,6 +453,8 @@ class Receiver:
         os.ftruncate(new.fd, size)
         if self.request.preserve:
             entries.preserve(new.fd, file.attributes)
+        elif self.request.update:
+            entries.set_times(new.fd, file.attributes)
         durable = self.request.fsync and os.fstat(new.fd).st_dev not in self._mounts
         if durable:
             os.fsync(new.fd)
@@ -408,4 +465,5 @@ class Receiver:
                 raise OSError(errno.EIO, f"the copy differs: SHA-256 {checksum} was copied, {back} was read back")
         new.complete(entry.name)
         if durable:
-            entries.make_durable(new.fd, entry.directory, synced=True)
+            assert entry.directory is not None
+            entries.sync_directory(entry.directory)

@@ -10,7 +10,7 @@ from typing import Protocol
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Pace, Progress, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts.channel import HostChannel
-from gpufs.hosts.messages import Deleted, FileResult, Lost, Moved, Notice, Plan, plain
+from gpufs.hosts.messages import Deleted, FileResult, Lost, Moved, Notice, Plan, plain, shown
 
 
 class Sink(Protocol):
@@ -96,29 +96,29 @@ class Reports:
 
     def moved(self, source: str, count: int) -> None:
         if self._pace.is_due():
-            self._channel.send(Moved(os.fsencode(source), count))
+            self._channel.send(Moved(shown(source), count))
 
     def noticed(self, text: str) -> None:
         self._channel.send(Notice(plain(text)))
 
     def deleted(self, path: str) -> None:
-        self._channel.send(Deleted(os.fsencode(path)))
+        self._channel.send(Deleted(shown(path)))
 
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        message = FileResult(0, b"", skipped=outcome is None, hop=hop, source=os.fsencode(source))
+        message = FileResult(0, b"", skipped=outcome is None, hop=hop, source=shown(source))
         if isinstance(outcome, CopyError):
             destination = outcome.filename2 if source else outcome.filename
-            message.path = os.fsencode(str(destination or ""))
+            message.path = shown(str(destination or ""))
             message.error, message.text = outcome.errno or errno.EIO, plain(text_of(outcome))
         elif outcome is not None:
-            message.path = os.fsencode(outcome.destination)
+            message.path = shown(outcome.destination)
             message.size, message.seconds, message.paths = outcome.bytes, outcome.seconds, outcome.paths
             message.checksum = outcome.sha256 or ""
         self._channel.send(message)
 
     def host_lost(self, hop: int, error: CopyError) -> None:
         number, text = error.errno or errno.EIO, plain(text_of(error))
-        self._channel.send(Lost(hop, number, text, os.fsencode(str(error.filename))))
+        self._channel.send(Lost(hop, number, text, shown(str(error.filename))))
 
 
 def outcome_of(result: FileResult, source: str, destination: str | None, seconds: float) -> Outcome | None:

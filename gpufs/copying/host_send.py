@@ -9,29 +9,32 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
 
 from gpufs.copying import entries
 from gpufs.copying.checksums import RunningChecksum, sha256_of
 from gpufs.copying.entries import Entry, OpenFile, data_bytes
 from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.host_reports import Sink
+from gpufs.copying.identity import settle
 from gpufs.copying.job import CopyContext
-from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files
+from gpufs.copying.patterns import Selection
+from gpufs.copying.walk import Fail, Step, Steps, walk_files
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages
 from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError
-from gpufs.hosts.messages import FileAttributes, HostRequest, plain
+from gpufs.hosts.messages import FileAttributes, HostRequest, plain, shown
 from gpufs.hosts.outlet import Outlet
 
 
-class Sent(NamedTuple):
+@dataclass(slots=True)
+class Sent:
     """A file that not all machines have answered. ``waiting``: those of the chain whose FileResult has not come."""
 
     path: str
     size: int
     began: float
     waiting: set[int]
+    checksum: str | None = None  # once it has been sent to its end
 
 
 @dataclass(eq=False)
@@ -42,7 +45,7 @@ class Sender:
     context: CopyContext
     sources: Sequence[Entry]
     request: HostRequest
-    fail: Fail  # takes what cannot be sent
+    fail: Fail  # takes what cannot be sent, of which the receiver hears, too
     moved: Callable[[str, int], None]  # called with a path, and how many bytes of it have been sent
     notice: Callable[[str], None]  # called with a line that says why NIXL does not move the bytes
     _: KW_ONLY
@@ -78,19 +81,23 @@ class Sender:
         self.channel.send(messages.FilesDone())
 
     def _send_tree(self, number: int, source: Entry) -> None:
-        with closing(self._walk(source, self.fail)) as steps:
+        with closing(self._walk(source, self._fail)) as steps:
             for step in steps:
                 try:
                     self._send(number, step)
                 except OSError as error:
                     if isinstance(error, ChannelError):
                         raise
-                    self.fail(step.path, error)
+                    self._fail(step.path, error)
+
+    def _fail(self, path: str, error: OSError) -> None:
+        self.fail(path, error)
+        self.channel.send(messages.Failed(error.errno or errno.EIO, plain(text_of(error)), shown(path)))
 
     def _walk(self, source: Entry, fail: Fail) -> Steps:
         request = self.request
         steps = walk_files(source, fail, recursive=request.recursive, dereference=request.dereference)
-        return selected(steps, *request.patterns)
+        return Selection(*request.patterns).of(steps)
 
     def read_results(
         self,
@@ -128,6 +135,11 @@ class Sender:
         sent = self._pending.get(result.number)
         if sent is None or result.hop not in sent.waiting:
             raise HostProtocolError("the result of a file that was not sent")
+        if result.skipped and not (self.request.no_clobber or self.request.update):
+            raise HostProtocolError("a file was skipped")
+        if not (result.error or result.skipped) and (result.size, result.checksum) != (sent.size, sent.checksum):
+            sides = [f"{side.size} bytes {side.checksum or ''}".strip() for side in (result, sent)]
+            result.error, result.text = errno.EIO, "the copy differs: {} there, {} were sent".format(*sides)
         sent.waiting.discard(result.hop)
         self._forget_if_answered(result.number, sent)
         return sent
@@ -152,7 +164,7 @@ class Sender:
             return
         assert isinstance(entry, Entry)
         assert status is not None
-        name, path = os.fsencode(os.path.basename(entry.name)), os.fsencode(entry.path)
+        name, path = os.fsencode(os.path.basename(entry.name)), shown(entry.path)
         if step.kind == "enter":
             self.channel.send(
                 messages.Enter(source, name, path, status.st_dev in self._mounts, FileAttributes.of(status))
@@ -168,15 +180,20 @@ class Sender:
         number, self._number = self._number, self._number + 1
         path, status = opened.entry.path, opened.status
         size = entries.size_of(opened)
-        self._pending[number] = Sent(path, size, time.monotonic(), set(range(self._hops)))
+        sent = self._pending[number] = Sent(path, size, time.monotonic(), set(range(self._hops)))
         data, on_mount = data_bytes(status, size), status.st_dev in self._mounts
-        named = os.fsencode(path)
+        named = shown(path)
         checksum = sha256_of(opened.fd, lambda: False) if self.request.checksum else ""
         attributes = FileAttributes.of(status)
+        if self.request.update:
+            settle(status)
+            if self.context.is_written(status):  # now, and until a program ends that changes no times
+                attributes.st_mtime_ns = time.time_ns()
         self.channel.send(messages.File(number, source, name, named, size, data, on_mount, attributes, checksum))
         holes = stat.S_ISREG(status.st_mode) and data < size
         end = self._send_content(number, opened, size, holes=holes)
         self._outlet.await_reads()
+        sent.checksum = end.checksum if isinstance(end, messages.End) else None
         self.channel.send(end)
 
     def _send_content(
@@ -184,7 +201,8 @@ class Sender:
     ) -> messages.End | messages.Abandon:
         """Send the bytes of a file, and return what follows them."""
         checksum = RunningChecksum(verify=self.request.verify)
-        done = data_end = 0
+        done = 0
+        data_end = 0 if holes else size
         # With --verify all bytes pass through this process.
         in_place = opened.status.st_dev in self._mounts and not holes and not self.request.verify
         self._outlet.begin()
@@ -192,22 +210,26 @@ class Sender:
             if in_place and self._outlet.should_write(done):
                 in_place = False
                 done = self._write_in_place(opened, size, done)
-            buffer = self._outlet.buffer()
             try:
-                if holes and done == data_end:
-                    start, data_end = entries.next_data(opened.fd, done)
+                if done == size:
+                    if not size and os.pread(opened.fd, 1, 0):
+                        return messages.Abandon(errno.EINVAL, "has bytes, and its size says that it has none")
+                    return messages.End(checksum.text)
+                if done == data_end:
+                    start, data_end = (min(end, size) for end in entries.next_data(opened.fd, done))
                     if start > done:
                         self.channel.send(messages.Hole(start - done))
                         checksum.skip(start - done)
                         done = start
                         continue
-                count = os.preadv(opened.fd, [buffer[: data_end - done] if holes else buffer], done)
+                buffer = self._outlet.buffer()
+                count = os.preadv(opened.fd, [buffer[: data_end - done]], done)
             except ChannelError:
                 raise
             except OSError as error:
                 return messages.Abandon(error.errno or errno.EIO, plain(text_of(error)))
             if not count:
-                return messages.End(checksum.text)
+                return messages.Abandon(errno.EBUSY, "became smaller during the copy")
             checksum.update(buffer[:count])
             self._outlet.send(count)
             done += count

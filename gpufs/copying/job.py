@@ -8,15 +8,17 @@ import select
 import stat
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from collections import defaultdict
+from collections.abc import Callable, Set
+from typing import TYPE_CHECKING, Any, Final
 
 from gpufs import syscalls
 from gpufs.client._cancellation import Cancellation
-from gpufs.client._daemons import IdleConnections
+from gpufs.client._daemons import IdleConnections, control_file
 from gpufs.client._space import exceeds_all, free_with_parking, shortage
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry, OpenFile, data_bytes
+from gpufs.copying.identity import Identity, forget, settle
 from gpufs.copying.types import (
     PROGRESS_SECONDS,
     CopyError,
@@ -28,8 +30,9 @@ from gpufs.copying.types import (
     error_class,
 )
 from gpufs.exceptions import text_of, with_user_names
-from gpufs.mounting import MountEntry, MountTable, place_of
-from gpufs.new_file import remove_name
+from gpufs.modes import READ_WRITE
+from gpufs.mounting import MountEntry, MountTable, place_of, root_of
+from gpufs.new_file import NewFile, remove_name
 from gpufs.syscalls import close_all, os_error, path_of, start_thread
 from gpufs.units import bytes_text
 
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from gpufs import protocol
 
 Mounts = dict[int, list[MountEntry]]  # by st_dev
+
+_WRITING: Final = (READ_WRITE, "registered")  # modes of leases
 
 # Up to this size one read and one write are faster than a request to the daemon.
 SMALL_BYTES: Final = 128 << 10
@@ -67,6 +72,7 @@ class CopyContext:
         self.notice = notice
         self.connections = IdleConnections(required=options.fastpath == "require", notice=notice)
         self._mounts = MountTable()
+        self._attached: dict[int, dict[int, set[str]]] = {}  # modes by st_dev and inode
         # Of waiting for memory, for all copies together: if many do not fit, only the first wait.
         self._seconds_left = _WAIT_SECONDS
 
@@ -95,6 +101,39 @@ class CopyContext:
         if waited:
             self._seconds_left = _WAIT_SECONDS
 
+    def has_space(self, fd: int, needed: int) -> bool:
+        """Return whether ``needed`` bytes fit where an open file or directory is, now."""
+        return not shortage(fd, needed, self.mounts().get(os.fstat(fd).st_dev, []))
+
+    def is_written(self, status: os.stat_result) -> bool:
+        """Return whether a program writes to a file in its memory, which changes no time before the program ends.
+
+        As far as this user sees the programs of others, and as of the first question.
+        """
+        return not self._modes(status).isdisjoint(_WRITING)
+
+    def is_held(self, status: os.stat_result) -> bool:
+        """Return whether a file's memory stays when another file takes its name."""
+        return status.st_nlink > 1 or bool(self._modes(status))
+
+    def _modes(self, status: os.stat_result) -> Set[str]:
+        """Return the modes in which programs have a file of a mount attached."""
+        attached = self._attached.get(status.st_dev)
+        if attached is None:
+            attached = defaultdict(set)
+            for lease in self.leases(status.st_dev):
+                attached[lease["inode"]].add(lease["mode"])
+            self._attached[status.st_dev] = attached
+        return attached.get(status.st_ino, frozenset())
+
+    def leases(self, st_dev: int) -> list[dict[str, Any]]:
+        """Return the leases and registrations of a mount, none where they cannot be seen."""
+        root = root_of(self.mounts().get(st_dev, []))
+        try:
+            return [] if root is None else list(control_file(root, "leases")["leases"])
+        except OSError:
+            return []
+
     def close(self) -> None:
         self.connections.close()
         self._mounts.close()
@@ -103,7 +142,9 @@ class CopyContext:
 class CopyJob:
     """One copy, of which both ends are open.
 
-    ``created``: the destination did not exist. ``stream``: the source is read from where it is to its end.
+    ``created``: the destination did not exist. ``stream``: the source is read from where it is to its end. ``new``: the
+    destination, which gets its name at the end, by ``complete`` or without attributes. ``identity``: what the copy
+    notes, of a source that a store has.
     """
 
     def __init__(
@@ -114,6 +155,9 @@ class CopyJob:
         *,
         created: bool = False,
         stream: bool = False,
+        new: NewFile | None = None,
+        complete: Callable[[], None] | None = None,
+        identity: Identity | None = None,
         progress: Progress = None,
         cancel: Cancellation | None = None,
     ) -> None:
@@ -125,6 +169,9 @@ class CopyJob:
         self._mounts = context.mounts()
         self._created = created
         self._stream = stream
+        self._new = new
+        self._give_name = complete
+        self._identity = identity
         total = 0 if stream else entries.size_of(source)
         self._data = DataCopy(source.fd, destination.fd, total, progress, cancel)
         self._whole = False  # everything has been copied, and stays whatever fails
@@ -140,21 +187,28 @@ class CopyJob:
         *,
         stream: bool = False,
         readable: bool = False,
+        identity: Identity | None = None,
         progress: Progress = None,
         cancel: Cancellation | None = None,
     ) -> CopyJob:
         """Open the destination, which is not changed yet. ``readable``: for reading too, where that is allowed."""
-        # With its final mode only once it has its final owner.
-        allowed = 0o700 if context.options.preserve else 0o777
-        mode = 0o666 if stream else stat.S_IMODE(source.status.st_mode) & allowed
-        fd, created = entries.open_destination(
-            destination, source, mounts=context.mounts(), mode=mode, readable=readable
-        )
+        mode = 0o666 if stream else stat.S_IMODE(source.status.st_mode) & 0o777
+        # With its final mode only once it has its final owner, unless it has no name until then.
+        named_mode = mode & 0o700 if context.options.preserve else mode
+        new, mounts, created = None, context.mounts(), True
+        if context.options.replace or identity is not None:
+            new = entries.open_new(destination, source, mounts=mounts, mode=mode, named_mode=named_mode)
+            fd = new.fd
+        else:
+            fd, created = entries.open_destination(
+                destination, source, mounts=mounts, mode=named_mode, readable=readable
+            )
         try:
             end = OpenFile(destination, fd, os.fstat(fd))
-            return cls(context, source, end, created=created, stream=stream, progress=progress, cancel=cancel)
+            how: dict[str, Any] = {"progress": progress, "cancel": cancel}
+            return cls(context, source, end, created=created, stream=stream, new=new, identity=identity, **how)
         except BaseException:
-            os.close(fd)
+            os.close(fd) if new is None else new.close()
             raise
 
     def run(self) -> CopyResult:
@@ -165,8 +219,9 @@ class CopyJob:
             self._empty()
             self._move()
             digest = self._complete()
-            fd, self.fd = self.fd, -1
-            os.close(fd)
+            if self._new is None:
+                fd, self.fd = self.fd, -1
+                os.close(fd)
         except OSError as error:
             left = self.clean_up(partial=self._context.options.partial)
             if isinstance(error, CopyError):
@@ -190,9 +245,11 @@ class CopyJob:
 
     def close(self) -> None:
         """Close the destination. A second call does nothing."""
-        if self.fd >= 0:
+        if self._new is not None:
+            self._new.close()
+        elif self.fd >= 0:
             close_all((self.fd,))
-            self.fd = -1
+        self.fd = -1
 
     def read_from(self, copy: OpenFile) -> None:
         """Read another copy of the source instead of the source itself."""
@@ -242,6 +299,8 @@ class CopyJob:
                     self._check_fills()
                 return
         self._emptied = True
+        if not self._created:
+            forget(self.fd)
 
     def _check_fills(self) -> None:
         size, given = self.destination.status.st_size, self._data.done if self._stream else self._data.total
@@ -250,6 +309,8 @@ class CopyJob:
             raise OSError(errno.EPERM, f"{text}: dd conv=notrunc writes a part")
 
     def _move(self) -> None:
+        if self._context.options.times:
+            settle(self.attributes)
         source, destination = self.source.status.st_dev, self.destination.status.st_dev
         if self._stream:
             self._read_stream()
@@ -294,10 +355,22 @@ class CopyJob:
             self._whole = True  # without its attributes it still is a copy
             entries.preserve(fd, self.attributes)
             self._whole = False
-        if options.fsync and not self._on_mount():
-            directory = self.destination.entry.directory if self._created else None
-            entries.make_durable(fd, directory, synced=self._data.synced)
-        return self._verify() if options.verify else None
+        elif options.times and self._identity is None and self._is_regular():
+            entries.set_times(fd, self.attributes)
+        if self._identity is not None:
+            self._identity.note(fd)
+        durable = options.fsync and not self._on_mount()
+        if durable and not self._data.synced:
+            os.fsync(fd)
+        digest = self._verify() if options.verify else None
+        if self._give_name is not None:
+            self._give_name()
+        elif self._new is not None:
+            self._new.complete(self.destination.entry.name)
+        if durable and self._created:
+            assert self.destination.entry.directory is not None
+            entries.sync_directory(self.destination.entry.directory)
+        return digest
 
     def _verify(self) -> str:
         """The checksum that both files have. CopyError when they differ, or cannot be read."""
@@ -322,10 +395,11 @@ class CopyJob:
         """After a failure: what becomes of the destination, also in words."""
         data = self._data
         copied = f"{self._amount()} were copied" if data.done else ""
+        if self._new is not None:
+            data.done = 0
+            return ""
         if self._whole or not self._is_regular():
             return copied
-        if not self.destination.status.st_nlink:  # restore()'s new file, which has no name yet: it goes
-            return ""
         if self._created and not (partial and self._emptied) and self._remove():
             data.done = 0
             return ""
@@ -355,6 +429,9 @@ class CopyJob:
             needed = data_bytes(self.source.status, self._data.total)
             lack = shortage(self.fd, needed, self._on_mount())
             text = f"{text}: {lack}" if lack else text
+        if code == errno.EBUSY and self._on_mount() and not self._emptied:
+            holders = self._holders()
+            text = f"{text}: {holders} it attached (gpufs sync replaces the file, gpufs replace gives it a new version)"
         source, destination = self.source.entry.path, self.destination.entry.path
         of_disk = code in _OF_DESTINATION and not self._on_mount()
         return (CopyError if of_disk else error_class(code))(
@@ -366,6 +443,16 @@ class CopyJob:
             device_code=getattr(error, "device_code", 0),
             left=left,
         )
+
+    def _holders(self) -> str:
+        """The programs that have the destination attached, as far as this user sees them, in words."""
+        status = self.destination.status
+        found = {
+            f"{lease['program'] or 'a program'} ({lease['pid']})"
+            for lease in self._context.leases(status.st_dev)
+            if lease["inode"] == status.st_ino
+        }
+        return f"{', '.join(sorted(found)) or 'a program'} {'have' if len(found) > 1 else 'has'}"
 
 
 # ---- the bytes ----

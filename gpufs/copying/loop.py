@@ -8,7 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -17,12 +17,14 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.copying.deletion import Names, check_apart, delete_others, names_of
 from gpufs.copying.entries import Entry, data_bytes
 from gpufs.copying.job import CopyContext
-from gpufs.copying.tree import FileTree, TreeState, file_is_current
+from gpufs.copying.patterns import Selection
+from gpufs.copying.tree import FileTree, TreeState, adopt, has_attributes
 from gpufs.copying.types import CopyResult, Outcome, Progress, TreeOptions, TreeReport
-from gpufs.copying.walk import Fail, Step, Steps, selected, walk_files, walk_store
+from gpufs.copying.walk import Fail, Step, Steps, walk_files, walk_store
 from gpufs.syscalls import start_thread
 
 if TYPE_CHECKING:
+    from gpufs.copying.store_copy import StoredCopies
     from gpufs.stores.files import StoreFile
     from gpufs.stores.urls import Url
 
@@ -31,6 +33,7 @@ _REFRESH: Final = 0.1
 # Time for an interrupted copy to leave a consistent destination. Longer than a connection waits for a daemon.
 _INTERRUPT_SECONDS: Final = 10.0
 _END_SECONDS: Final = 0.5
+_IN_PLACE: Final = "for both versions of files that it replaces (--inplace overwrites them)"
 
 
 class Source(NamedTuple):
@@ -75,7 +78,8 @@ class CopyThreads:
     def __init__(self, cancel: Cancellation, report: TreeReport) -> None:
         self._cancel = cancel
         self._report = report
-        self._queue: Queue[Callable[[], None] | None] = Queue(_QUEUED_FILES)
+        # A call, and what to do in its place once cancelled; None for each thread at the end.
+        self._queue: Queue[tuple[Callable[[], None], Callable[[], None]] | None] = Queue(_QUEUED_FILES)
 
     def run(self, find: Callable[[], None], jobs: int) -> None:
         """Copy what ``find`` adds, by up to ``jobs`` threads. OSError EAGAIN if no thread can be started.
@@ -114,6 +118,11 @@ class CopyThreads:
             for thread in (finder, *workers):
                 thread.join(max(deadline - time.monotonic(), 0))
             raise
+        finally:
+            with suppress(Empty):  # nothing is queued, unless it was cancelled
+                while True:
+                    if (queued := self._queue.get_nowait()) is not None:
+                        queued[True]()
 
     def run_one(self, call: Callable[[], None]) -> None:
         """Carry out one call by a thread, and raise what it raises. OSError EAGAIN as run()."""
@@ -133,12 +142,13 @@ class CopyThreads:
         thread.join(_REFRESH)
         self._report.tick()
 
-    def put(self, work: Callable[[], None] | None) -> None:
-        """Queue a call for one of the threads, and wait for space. Does nothing once cancelled."""
+    def put(self, work: Callable[[], None], drop: Callable[[], None] = lambda: None) -> None:
+        """Queue a call for one of the threads, and wait for space. Once cancelled ``drop`` is called instead."""
         while not self._cancel.cancelled:
             with suppress(Full):
-                self._queue.put(work, timeout=_REFRESH)
+                self._queue.put((work, drop), timeout=_REFRESH)
                 return
+        drop()
 
     def _find(self, find: Callable[[], None], workers: int) -> None:
         try:
@@ -149,25 +159,41 @@ class CopyThreads:
             self._report.failed("", None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
         finally:
             for _ in range(workers):
-                self.put(None)
+                while not self._cancel.cancelled:
+                    with suppress(Full):
+                        self._queue.put(None, timeout=_REFRESH)
+                        break
 
     def _work(self) -> None:
-        while not self._cancel.cancelled:  # what is queued then is not begun
+        while True:
             try:
-                work = self._queue.get(timeout=_REFRESH)
+                queued = self._queue.get(timeout=0 if self._cancel.cancelled else _REFRESH)
             except Empty:
+                if self._cancel.cancelled:
+                    return
                 continue
-            if work is None:
+            if queued is None:
                 return
-            work()
+            queued[self._cancel.cancelled]()
 
 
 class TreeCopy(CopyThreads):
     def __init__(self, copier: FileCopier, options: TreeOptions, cancel: Cancellation, report: TreeReport) -> None:
         super().__init__(cancel, report)
-        self.state = TreeState(options, cancel, report)
+        self.state = TreeState(options, copier.context, cancel, report)
         self._copier = copier
         self._options = options
+        self._selection = Selection(options.include, options.exclude)
+        self._stored: StoredCopies | None = None  # of uploads with --update
+        self._may_overwrite = False  # by --inplace
+        self._jobs = 1
+        # A lock if there is space for one copy at a time.
+        self._turn: AbstractContextManager[object] = nullcontext()
+
+    def run(self, find: Callable[[], None], jobs: int) -> None:
+        """Copy what ``find`` adds, as CopyThreads.run()."""
+        self._jobs = jobs
+        super().run(find, jobs)
 
     # ---- what is copied ----
 
@@ -180,8 +206,9 @@ class TreeCopy(CopyThreads):
             if self._options.delete:
                 check_apart(copies[0][0], copies[0][1].path)
         self._delete_others(found)
+        self._may_overwrite = self._options.replace
         many = self._options.recursive or len(found) > 1 or len(named) > 1
-        if not many or self._all_fit(found, replaces=True):
+        if not many or self._all_fit(found, replaces=self._options.replace):
             for source in found:
                 created: set[tuple[int, int]] = set()
                 self.add(source.walk(self._fail), [FileTree(copy, self.state, created) for copy in source.copies])
@@ -207,20 +234,23 @@ class TreeCopy(CopyThreads):
                 found.append(Source(partial(walk_store, None, [file]), beside))
         self._delete_others(found)
         many = self._options.recursive or len(found) > 1 or len(named) > 1
-        if not many or self._all_fit(found, replaces=False):
+        if not many or self._all_fit(found, replaces=True):
             for source in found:
                 trees = [FileTree(copy, self.state, set(), follow=True) for copy in source.copies]
                 self.add(source.walk(self._fail), trees)
 
     def find_uploads(self, sources: Sequence[str], url: Url, *, into: bool) -> None:
         """Walk over what is stored at a URL, or below it with ``into``."""
-        from gpufs.copying.store_copy import BucketTree, delete_other_objects
+        from gpufs.copying.store_copy import BucketTree, StoredCopies, delete_other_objects
 
         for source in sources:
             target = url.below(os.path.basename(os.path.normpath(source))) if into else url
             names = self._names(partial(self._walk, source, follow=True)) if self._options.delete else None
+            if self._options.update and not self._options.checksum:
+                self._stored = StoredCopies(target, recursive=self._options.recursive)
             if names is not None:
-                delete_other_objects(target, names, self.state)
+                delete_other_objects(target, names, self._selection, self.state)
+                self._report_unmatched()
             self.add(self._walk(source, self._fail, follow=True), [BucketTree(target, self.state)])
 
     def _walk(self, source: str, fail: Fail, *, hint: str = "-r copies it", follow: bool = False) -> Steps:
@@ -230,7 +260,7 @@ class TreeCopy(CopyThreads):
 
     def add(self, steps: Steps, trees: Sequence[Tree]) -> None:
         """Create directories and links, and queue files."""
-        with closing(self._selected(steps)) as steps:
+        with closing(self._selection.of(steps)) as steps:
             for step in steps:
                 if self._cancel.cancelled:
                     return
@@ -246,11 +276,7 @@ class TreeCopy(CopyThreads):
                     if folder is not None:
                         folder.use()
                     self._report.planned(step.size * len(ends))
-                    self.put(partial(self._copy, step, ends))
-
-    def _selected(self, steps: Steps) -> Steps:
-        options = self._options
-        return selected(steps, options.include, options.exclude) if options.include or options.exclude else steps
+                    self.put(partial(self._copy, step, ends), partial(self._release, step))
 
     def _fail(self, path: str, error: OSError) -> None:
         self._report.failed(path, None, error)
@@ -261,12 +287,20 @@ class TreeCopy(CopyThreads):
             names = self._names(source.walk)
             if names is not None:
                 for copy in source.copies:
-                    delete_others(copy, names, self._options, self._cancel, self._report)
+                    delete_others(
+                        copy, names, self._selection, self._cancel, self._report, dry_run=self._options.dry_run
+                    )
+        if found and self._options.delete:
+            self._report_unmatched()
+
+    def _report_unmatched(self) -> None:
+        for text in self._selection.unmatched():
+            self._report.warned(f"the pattern {text} matches nothing, neither in the source nor in the copy")
 
     def _names(self, walk: Callable[[Fail], Steps]) -> Names | None:
         """Return what a source has; None if that is not a directory, or if not all of it can be read."""
         errors: list[OSError] = []
-        names = names_of(self._selected(walk(lambda path, error: errors.append(error))))
+        names = names_of(self._selection.of(walk(lambda path, error: errors.append(error))))
         if errors:
             self._report.warned("nothing is deleted, for not all of the source can be read")
         return None if errors or names.get("") != "directory" else names
@@ -276,49 +310,77 @@ class TreeCopy(CopyThreads):
     def _all_fit(self, found: Sequence[Source], *, replaces: bool) -> bool:
         """Return whether all files fit at each destination, and report where not.
 
-        ``replaces``: they are written into the space of existing ones.
+        ``replaces``: existing files keep their memory until their new versions are complete.
         """
         if self._options.partial or not found:
             return True
-        sizes: list[dict[str, int]] = [{} for _ in found[0].copies]  # by the names of the copies
+        needs: list[dict[str, tuple[int, int]]] = [{} for _ in found[0].copies]  # by the names of the copies
         for source in found:
-            for step in self._selected(source.walk(_ignore)):
+            for step in self._selection.of(source.walk(_ignore)):
                 if step.kind == "file" and step.size:
-                    size = step.size if step.status is None else data_bytes(step.status, step.size)
-                    for copy, of_end in zip(source.copies, sizes, strict=True):
-                        path = os.path.join(copy.path, step.below) if step.below else copy.path
-                        if not self._may_be_current(path, step):
-                            of_end[path] = size
-        ends = zip(found[0].copies, sizes, strict=True)
+                    for copy, of_end in zip(source.copies, needs, strict=True):
+                        path = os.path.join(copy.as_directory().path, step.below) if step.below else copy.path
+                        if (need := self._need(path, step, replaces=replaces)) is not None:
+                            of_end[path] = need
+        ends = zip(found[0].copies, needs, strict=True)
         fits = [self._fit(copy, of_end, replaces=replaces) for copy, of_end in ends]
         return all(fits)
 
-    def _may_be_current(self, path: str, step: Step) -> bool:
-        """Return whether --update may skip a file. With --checksum that is known once it is read."""
-        modified = 0 if self._options.checksum else step.modified_ns
-        return self._options.update and file_is_current(Entry.of(path), step.size, modified)
+    def _need(self, path: str, step: Step, *, replaces: bool) -> tuple[int, int] | None:
+        """Return the bytes that a copy needs and those that it frees, None if there is none to be made."""
+        options, context = self._options, self.state.context
+        size = step.size if step.status is None else data_bytes(step.status, step.size)
+        entry = Entry.of(path, follow=False)
+        try:
+            status = entry.status()
+        except OSError:
+            return size, 0
+        if options.no_clobber:
+            return None
+        if options.checksum:  # whether it is a copy is known once it is read
+            is_copy = status.st_size == step.size
+        else:
+            is_copy = self.state.identity(step).is_of(entry, status) and not context.is_written(status)
+        if options.update and is_copy:
+            if not options.checksum and (
+                not options.preserve or step.status is None or has_attributes(status, step.status)
+            ):
+                self.state.unchanged.add(path)
+            return None
+        frees = stat.S_ISREG(status.st_mode) and not (replaces and context.is_held(status))
+        return size, status.st_blocks * 512 if frees else 0
 
-    def _fit(self, base: Entry, sizes: Mapping[str, int], *, replaces: bool) -> bool:
-        needed = 0
-        for path, size in sizes.items():
-            held = _held_bytes(path)
-            if held is None or not self._options.no_clobber:
-                needed += size - (held or 0) * replaces
-        place = base.path
+    def _fit(self, base: Entry, needs: Mapping[str, tuple[int, int]], *, replaces: bool) -> bool:
+        """``replaces``: two versions of a file exist until the new one is complete."""
+        sizes = needs.values()
+        grown = sum(max(size - freed, 0) if replaces else size - freed for size, freed in sizes)
+        twice = sorted((min(need) for need in sizes), reverse=True) if replaces else []
+        context, place = self._copier.context, base.path
         try:
             with suppress(FileNotFoundError, NotADirectoryError), base.filled() as (directory, place):
-                largest = max(sizes.values()) if len(sizes) > 1 else None
-                self._copier.context.check_space(directory, needed, self._cancel, largest=largest)
+                if any(twice) and not context.has_space(directory, grown + sum(twice[: self._jobs])):
+                    self._turn = threading.Lock()
+                    del twice[1:]
+                largest = max(size for size, _ in sizes) if len(sizes) > 1 else None
+                needed = grown + sum(twice[: self._jobs])
+                try:
+                    context.check_space(directory, needed, self._cancel, largest=largest)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC or needed == grown or not self._may_overwrite:
+                        raise
+                    raise OSError(error.errno, f"{error.strerror} {_IN_PLACE}") from None
         except OSError as error:
             if not self._cancel.cancelled:
                 self._report.failed("", place, error)
             return False
         return True
 
+    # ---- one file ----
+
     def _copy(self, step: Step, ends: list[Entry | Url]) -> None:
         assert step.source is not None
         try:
-            if self._options.checksum:
+            if self._options.update:
                 ends = self._different(step, ends)
             names = [end.path if isinstance(end, Entry) else end.shown for end in ends]
             if not ends:
@@ -327,23 +389,24 @@ class TreeCopy(CopyThreads):
             if self._options.dry_run:
                 outcomes: list[Outcome] = [CopyResult(step.path, name, step.size, 0.0, "dry-run", {}) for name in names]
             else:
-                outcomes = self._copier.copy_each(step.source, ends, progress=progress, cancel=self._cancel)
+                with self._turn:
+                    outcomes = self._copier.copy_each(step.source, ends, progress=progress, cancel=self._cancel)
             self._report.finished(step.path, names, outcomes)
         except Exception as error:  # noqa: BLE001 - the other files are still copied
             self._report.failed(step.path, None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
         finally:
-            if step.folder is not None:
-                step.folder.release()
+            self._release(step)
+
+    def _release(self, step: Step) -> None:
+        if step.folder is not None:
+            step.folder.release()
 
     def _different(self, step: Step, ends: list[Entry | Url]) -> list[Entry | Url]:
-        """Return those of the copies that do not have the content of the file, and count the others."""
-        from gpufs.copying.checksums import same_content  # with hashlib, which other copies do without
-
-        assert step.source is not None
+        """Return those of the copies that are to be made, and count the others. It asks stores, and reads contents."""
         different = []
         for end in ends:
             try:
-                same = same_content(step.source, step.size, end, self._cancel)
+                same = self._has_content(step, end)
             except OSError:
                 same = False  # copying it will show what is wrong
             if same:
@@ -353,15 +416,22 @@ class TreeCopy(CopyThreads):
                 different.append(end)
         return different
 
+    def _has_content(self, step: Step, end: Entry | Url) -> bool:
+        options, source = self._options, step.source
+        assert source is not None
+        if not options.checksum:
+            if isinstance(end, Entry):
+                return False  # compared before
+            return self._stored is not None and self._stored.has(end, self.state.identity(step))
+        from gpufs.copying.checksums import same_content  # with hashlib, which other copies do without
+
+        before = end.status() if isinstance(end, Entry) else None
+        if not same_content(source, step.size, end, self._cancel):
+            return False
+        if before is not None and isinstance(end, Entry) and not options.dry_run:
+            adopt(end, before, step, self.state)
+        return True
+
 
 def _ignore(path: str, error: OSError) -> None:
     """Leave a failure to the copies, which report it."""
-
-
-def _held_bytes(path: str) -> int | None:
-    """Return the bytes that overwriting a file frees; None if nothing has the name."""
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None
-    return status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0

@@ -19,6 +19,7 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
+from gpufs import safe_path
 from gpufs.copying.part_sums import PART_BYTES, Sums
 from gpufs.syscalls import path_of, trusted
 
@@ -232,7 +233,7 @@ class Manifest:
     def __init__(self, path: str, shown: str | None = None) -> None:
         self.path = shown or path
         name = os.path.join(self.path, MANIFEST)
-        self.directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.directory = safe_path.open_path(path, os.O_RDONLY | os.O_DIRECTORY)
         self._fd = self.tree = -1
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -325,7 +326,7 @@ def find_save(path: str) -> tuple[str, str]:
 
     The path is that of the save, or of a directory in its tree. OSError ENOENT if it is neither.
     """
-    root = os.path.realpath(path)
+    root = safe_path.real(path)
     if os.path.isdir(root) and os.path.lexists(os.path.join(root, MANIFEST)):
         return path, ""
     above, part = root, ""

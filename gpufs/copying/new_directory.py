@@ -5,17 +5,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
-import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from gpufs import syscalls
-from gpufs.copying.entries import make_durable
+from gpufs import safe_path, syscalls
+from gpufs.copying.entries import sync_directory
 from gpufs.new_file import has_name, part_name
+from gpufs.trees import remove_below, remove_tree
 
 _RENAME_EXCHANGE: Final = 2
+_LOCK_SECONDS: Final = 2.0  # for a process that has just been killed to end
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -33,7 +34,7 @@ class NewDirectory:
         self._part = part_name(self._name)
         self.fd = self._above = -1  # the first: open for reading
         try:
-            self._above = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._above = safe_path.open_path(above, os.O_PATH | os.O_DIRECTORY)
             self._old = self._find_old(may_replace)
             self.fd = self._open()
             if self._old is not None:
@@ -67,16 +68,15 @@ class NewDirectory:
         try:
             if os.fstat(fd).st_uid != os.geteuid():
                 raise OSError(errno.EEXIST, f"{self._part} beside it belongs to another user: remove it")
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OSError(errno.EBUSY, "another save to this name is in progress") from None
-            except OSError:
-                pass  # not all file systems have locks
+            deadline = time.monotonic() + _LOCK_SECONDS
+            while not _is_locked(fd):
+                if time.monotonic() > deadline:
+                    raise OSError(errno.EBUSY, "another save to this name is in progress")
+                time.sleep(0.02)
             if not has_name(fd, self._part, self._above):
                 raise OSError(errno.EBUSY, "another save to this name has just ended")
             os.fchmod(fd, 0o700)
-            _remove_all_below(fd)
+            remove_below(fd)
         except BaseException:
             os.close(fd)
             raise
@@ -112,7 +112,7 @@ class NewDirectory:
             if not os.path.samestat(replaced, self._old):
                 syscalls.renameat2(self._above, part, self._above, name, _RENAME_EXCHANGE)
                 raise OSError(errno.EBUSY, "another process has put something else there", self._path)
-        make_durable(self.fd, self._above, synced=True)
+        sync_directory(self._above)
         os.close(self.fd)
         self.fd = -1
         if self._old is not None:
@@ -120,7 +120,7 @@ class NewDirectory:
 
     def _remove_part(self) -> None:
         with suppress(OSError):  # the next save removes it
-            shutil.rmtree(self._part, dir_fd=self._above)
+            remove_tree(self._above, self._part)
 
     def close(self) -> None:
         """Close it, and remove it if it is not complete. A second call does nothing."""
@@ -134,9 +134,12 @@ class NewDirectory:
             self._above = -1
 
 
-def _remove_all_below(directory: int) -> None:
-    for name in os.listdir(directory):
-        if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-            shutil.rmtree(name, dir_fd=directory)
-        else:
-            os.unlink(name, dir_fd=directory)
+def _is_locked(fd: int) -> bool:
+    """Return whether nobody else has a directory, which is then locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # not all file systems have locks
+    return True

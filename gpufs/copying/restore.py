@@ -18,6 +18,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Final
 
+from gpufs import safe_path
 from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import set_quota
 from gpufs.copying import entries
@@ -42,7 +43,7 @@ from gpufs.copying.part_sums import MovedBytes, PartReader
 from gpufs.copying.types import CopyError, CopyResult, Outcome, Progress, TreeReport, copy_error
 from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.new_file import NewFile
-from gpufs.syscalls import closed_after, open_beneath, path_of
+from gpufs.syscalls import close_all, closed_after, open_beneath, path_of
 
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
 _SET_ID: Final = stat.S_ISUID | stat.S_ISGID
@@ -152,18 +153,20 @@ class Restore(SavedFiles):
         self.has_begun = False  # something may have been created
         self._created = False  # the destination, by this
         self._made: set[int] = set()  # the inodes of directories that this has created
-        self._base = -1
+        self._base = self._above = -1
         self.not_kept: Counter[str] = Counter()  # what could not be restored, by kind
         self._lock = threading.Lock()  # guards it
         try:
-            with suppress(FileExistsError):
-                os.mkdir(self.destination, 0o700)
-                self._created = True
-            self._base = os.open(self.destination, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            with safe_path.located(self.destination) as place:
+                self._above, self._name = os.dup(place.directory), place.name
+                with suppress(FileExistsError):
+                    os.mkdir(place.name, 0o700, dir_fd=place.directory)
+                    self._created = True
+                self._base = place.open(os.O_PATH | os.O_DIRECTORY)
             self._device = os.fstat(self._base).st_dev
             if self._device not in self.context.mounts():
                 raise OSError(errno.EXDEV, "is not on a gpufs mount: use cp", self.destination)
-            real = os.path.realpath(self.destination)
+            real = os.readlink(path_of(self._base))
             places = self.context.mounts()[self._device]
             self._is_root = any(entry.mountpoint == real and entry.root == "/" for entry in places)
         except BaseException:
@@ -173,12 +176,11 @@ class Restore(SavedFiles):
     def close(self) -> None:
         """Close it. A destination that this has created goes again if nothing was restored."""
         super().close()
-        if self._base >= 0:
-            os.close(self._base)
-            self._base = -1
         if self._created and not self.has_begun:
             with suppress(OSError):
-                os.rmdir(self.destination)
+                os.rmdir(self._name, dir_fd=self._above)
+        close_all(fd for fd in (self._base, self._above) if fd >= 0)
+        self._base = self._above = -1
 
     # ---- before anything is changed ----
 
@@ -342,8 +344,6 @@ class Restore(SavedFiles):
         outcome: Outcome
         try:
             outcome = self._load(path, record)
-        except FileExistsError:
-            outcome = CopyError(errno.EEXIST, "is in the way", source, end)
         except OSError as error:
             outcome = copy_error(error, source, end)
         except Exception as error:  # noqa: BLE001 - the other files are still restored
@@ -355,18 +355,22 @@ class Restore(SavedFiles):
         progress = self.report.reporter(source)
         with self.opened(record) as file, self._parent(path) as (directory, name):
             new = NewFile.create(directory, 0o600)
-            try:
-                target = OpenFile(Entry(end, name, directory, follow=False), os.dup(new.fd), os.fstat(new.fd))
-                job = CopyJob(self.context, file, target, progress=progress, cancel=self.cancel)
-                result = job.run()
+
+            def complete() -> None:
                 if os.fstat(new.fd).st_size != record.size:
                     raise CopyError(errno.EIO, "was changed while it was restored", source)
                 if self.verify:
                     self.check(new.fd, record, source, progress)
                 self._set_attributes(new.fd, record, stat.S_IFREG)
-                new.complete(name, replace=self.overwrite)
-            finally:
-                new.close()
+                try:
+                    new.complete(name, replace=self.overwrite)
+                except FileExistsError:
+                    raise CopyError(errno.EEXIST, "is in the way", source, end) from None
+
+            target = OpenFile(Entry(end, name, directory, follow=False), new.fd, os.fstat(new.fd))
+            result = CopyJob(
+                self.context, file, target, new=new, complete=complete, progress=progress, cancel=self.cancel
+            ).run()
         return result._replace(sha256=record.sha256 if self.verify else None)
 
     # ---- attributes, and what needs all files ----

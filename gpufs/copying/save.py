@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gpufs import syscalls
+from gpufs import safe_path, syscalls
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.attributes import read_xattrs
@@ -43,6 +43,7 @@ from gpufs.copying.manifest import (
 )
 from gpufs.copying.new_directory import NewDirectory
 from gpufs.copying.part_sums import PART_BYTES, MovedBytes, PartReader, Sums
+from gpufs.copying.patterns import Selection
 from gpufs.copying.types import (
     CopyError,
     CopyOptions,
@@ -52,7 +53,7 @@ from gpufs.copying.types import (
     TreeOptions,
     TreeReport,
 )
-from gpufs.copying.walk import Folder, Step, Steps, selected, walk_files
+from gpufs.copying.walk import Folder, Step, Steps, walk_files
 from gpufs.exceptions import text_of
 from gpufs.syscalls import closed_after, path_of
 
@@ -75,7 +76,7 @@ class Saved(NamedTuple):
     """
 
     path: str
-    directories: Sequence[tuple[str, str]]
+    directories: Sequence[tuple[Entry, str]]
     mount: bool
     limits: list[Limit]
 
@@ -90,7 +91,7 @@ class Save:
         self, saved: Saved, destination: str, options: TreeOptions, report: TreeReport, cancel: Cancellation
     ) -> None:
         self._saved = saved
-        self.path = os.path.realpath(destination)
+        self.path = safe_path.real(destination)
         self._check_place()
         self._new = NewDirectory(self.path, _check_is_save)
         self.context = CopyContext(CopyOptions(), None)
@@ -122,7 +123,7 @@ class Save:
     def _check_place(self) -> None:
         """Raise OSError if the save would be below what is saved."""
         for directory, _ in self._saved.directories:
-            if entries.is_inside(self.path, directory):
+            if entries.is_inside(self.path, directory.path):
                 raise OSError(errno.EINVAL, "is below what is saved: give a place elsewhere", self.path)
 
     def close(self) -> None:
@@ -143,15 +144,15 @@ class Save:
             for directory, name in self._saved.directories:
                 loop.add(self._walk(directory, self._fail), [_SavedTree(self, name)])
 
-    def _walk(self, directory: str, fail: Callable[[str, OSError], None]) -> Steps:
-        return walk_files(Entry.of(directory, follow=False), fail, recursive=True, dereference=False)
+    def _walk(self, directory: Entry, fail: Callable[[str, OSError], None]) -> Steps:
+        return walk_files(directory, fail, recursive=True, dereference=False)
 
     def _fits(self) -> bool:
         """Return whether there is space, and report if not."""
         needed = 0
         for directory, _ in self._saved.directories:
             steps = self._walk(directory, lambda path, error: None)
-            for step in selected(steps, self._options.include, self._options.exclude):
+            for step in Selection(self._options.include, self._options.exclude).of(steps):
                 if self._cancel.cancelled:
                     return False
                 if step.kind == "file" and step.size and step.status is not None:
@@ -416,7 +417,8 @@ def _named(path: str, status: SourceAttributes, xattrs: dict[str, bytes]) -> dic
 
 def _check_path(path: str) -> None:
     if len(os.fsencode(path)) > PATH_BYTES:
-        raise OSError(errno.ENAMETOOLONG, f"its path below the save would be longer than {PATH_BYTES} bytes")
+        text = f"its path below the save would be longer than {PATH_BYTES} bytes: leave it out by --exclude"
+        raise OSError(errno.ENAMETOOLONG, text)
 
 
 def _fresh_status(fd: int) -> os.stat_result:

@@ -22,7 +22,9 @@ from gpufs.copying import entries
 from gpufs.copying.checksums import blocks
 from gpufs.copying.deletion import Names
 from gpufs.copying.entries import Entry, OpenFile
+from gpufs.copying.identity import Identity, settle
 from gpufs.copying.job import CopyContext
+from gpufs.copying.patterns import Selection
 from gpufs.copying.tree import TreeState
 from gpufs.copying.types import (
     CopyError,
@@ -34,16 +36,16 @@ from gpufs.copying.types import (
     check_options,
     copy_error,
 )
-from gpufs.copying.walk import Folder, Step, selected, walk_store
+from gpufs.copying.walk import Folder, Step, walk_store
 from gpufs.new_file import NewFile
 from gpufs.stores import checksums, finding, urls
 from gpufs.stores.checksums import Checksum
 from gpufs.stores.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of_stored
-from gpufs.stores.files import StoreFile, upload
+from gpufs.stores.errors import StoreError
+from gpufs.stores.files import StoreFile, noted_of, open_store, upload
 from gpufs.syscalls import close_all, os_error
 from gpufs.waiting import Workers
 
-_SECOND: Final = 10**9  # nanoseconds
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use a program of the store"
 
 
@@ -85,10 +87,11 @@ class _Destination:
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return blocks(self.fd, lambda: cancel.cancelled)
 
-    def complete(self) -> None:
+    def complete(self, identity: Identity) -> None:
         """Give the file its name."""
         self.parts.end()
         self._new.keep_attributes_of(self.entry.name)
+        identity.note(self.fd)
         self._new.complete(self.entry.name)
 
     def discard(self, *, keep: bool) -> str:
@@ -132,7 +135,7 @@ class StoreCopies:
                 failed = self._load(loading, file, list(ends.values()), progress, cancel)
                 for place, end in ends.items():
                     ended = end.parts.error or failed
-                    outcomes[place] = self._finish(file, loading.size, end, ended, began, progress, cancel)
+                    outcomes[place] = self._finish(file, loading, end, ended, began, progress, cancel)
             except BaseException:  # for example by progress()
                 for end in ends.values():
                     end.discard(keep=self._context.options.partial)
@@ -183,7 +186,7 @@ class StoreCopies:
     def _finish(
         self,
         file: StoreFile,
-        size: int,
+        loading: Download,
         end: _Destination,
         error: OSError | None,
         began: float,
@@ -191,7 +194,7 @@ class StoreCopies:
         cancel: Cancellation,
     ) -> Outcome:
         """Verify one destination and give it its name, or clean up after a failure."""
-        source, name = file.url.shown, end.entry.path
+        source, name, size = file.url.shown, end.entry.path, loading.size
         digest = None
         try:
             if error is not None:
@@ -199,7 +202,7 @@ class StoreCopies:
             if self._context.options.verify:
                 content, again = end.read_back(cancel), partial(sha256_of_stored, file, lambda: cancel.cancelled)
                 digest = self._verify(file.checksum, size, content, again, source, name, progress)
-            end.complete()
+            end.complete(self._identity(file, loading, cancel))
         except OSError as failed:
             # What differs from the store's checksum is not continued.
             differs = error is None and failed.errno == errno.EIO
@@ -210,6 +213,17 @@ class StoreCopies:
         paths = {"remote": size - end.kept, "kept": end.kept}
         moved = {path: count for path, count in paths.items() if count}
         return CopyResult(source, name, size, time.monotonic() - began, "remote", moved, sha256=digest)
+
+    def _identity(self, file: StoreFile, loading: Download, cancel: Cancellation) -> Identity:
+        """Return what a copy notes: the version that was asked for, if it is the one that has come."""
+        identity = Identity.of_stored(file)
+        if not identity.version or not file.url.is_web or (file.etag is not None and not loading.is_whole):
+            return identity
+        # The requests have not said which version they want.
+        (now,) = waiting.result(
+            waiting.start(partial(finding.find, file.url, recursive=False)), lambda: cancel.cancelled
+        )
+        return identity if Identity.of_stored(now) == identity else identity._replace(version="")
 
     def _verify(
         self,
@@ -298,7 +312,10 @@ class StoreCopies:
             if progress is not None:
                 progress(CopyProgress(done, size, {"remote": done}))
 
-        sending = waiting.start(upload, os.dup(opened.fd), size, url, read)
+        settle(opened.status)
+        written = self._context.is_written(opened.status)
+        modified = "" if written else _seconds_text(opened.status.st_mtime_ns)
+        sending = waiting.start(upload, os.dup(opened.fd), size, modified, url, read)
         try:
             checksum = waiting.result(sending, lambda: cancel.cancelled, report)
         finally:
@@ -350,11 +367,25 @@ def plan(sources: Sequence[str], ends: Sequence[str]) -> tuple[list[urls.Url], u
     return remote, uploads[0] if uploads else None
 
 
-def _object_is_current(file: StoreFile, step: Step) -> bool:
-    """Return whether an object has a source's size and is not older. Stores give times in whole seconds."""
-    if file.modified_ns is None or step.modified_ns is None:
-        return False
-    return file.size == step.size and file.modified_ns // _SECOND >= step.modified_ns // _SECOND
+class StoredCopies:
+    """Which objects below a URL are copies of files already: the time of their source is noted in each."""
+
+    def __init__(self, url: urls.Url, *, recursive: bool) -> None:
+        self._store = open_store(url)
+        self._sizes: dict[str, int] | None = None  # None: not known
+        if recursive:  # else one request for each object that does not exist, or has another size
+            with suppress(StoreError):
+                self._sizes = {file.url.key: file.size for file in finding.below(url)}
+
+    def has(self, url: urls.Url, identity: Identity) -> bool:
+        """Return whether an object is a copy of a file. OSError if nobody can tell."""
+        if identity.modified_ns is None or (self._sizes is not None and self._sizes.get(url.key) != identity.size):
+            return False
+        return noted_of(self._store, url) == (identity.size, _seconds_text(identity.modified_ns))
+
+
+def _seconds_text(time_ns: int) -> str:
+    return f"{time_ns // 10**9}.{time_ns % 10**9:09}"
 
 
 class BucketTree:
@@ -377,11 +408,8 @@ class BucketTree:
         try:
             if step.parent is None and url.is_directory:
                 raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file")
-            options = self._state.options
-            asked = options.no_clobber or (options.update and not options.checksum)
-            found = finding.stored(url) if asked else None
-            if found is None or not (options.no_clobber or _object_is_current(found, step)):
-                return url
+            if not self._state.options.no_clobber or finding.stored(url) is None:
+                return url  # with --update it is asked later, by several threads
             self._state.report.skipped()
         except OSError as error:
             self._state.report.failed(step.path, url.shown, error)
@@ -397,7 +425,7 @@ class BucketTree:
         return self._base if step.parent is None else self._directories[step.parent].below(step.name)
 
 
-def delete_other_objects(url: urls.Url, names: Names, state: TreeState) -> None:
+def delete_other_objects(url: urls.Url, names: Names, selection: Selection, state: TreeState) -> None:
     """Remove all objects below a URL that are not among the names of the source.
 
     What --include and --exclude leave out of the copy stays.
@@ -408,7 +436,7 @@ def delete_other_objects(url: urls.Url, names: Names, state: TreeState) -> None:
     except OSError as error:
         report.failed(url.shown, None, error)
         return
-    steps = selected(walk_store(url.shown, found, lambda path, error: None), options.include, options.exclude)
+    steps = selection.of(walk_store(url.shown, found, lambda path, error: None))
     with closing(steps):
         for step in steps:
             if step.kind != "file" or names.get(step.below) == "file" or state.cancel.cancelled:

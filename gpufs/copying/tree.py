@@ -15,13 +15,16 @@ from typing import Final
 
 from gpufs import mounting
 from gpufs.client._cancellation import Cancellation
-from gpufs.copying.entries import NEITHER, Entry, SourceAttributes, is_inside, open_path, preserve
+from gpufs.copying.entries import NEITHER, Entry, SourceAttributes, is_inside, open_path, preserve, set_times
+from gpufs.copying.identity import Identity
+from gpufs.copying.job import CopyContext
 from gpufs.copying.types import TreeOptions, TreeReport
 from gpufs.copying.walk import Folder, Step
 from gpufs.exceptions import NotOnMount
 from gpufs.syscalls import closed_after, path_of
 
 _INTO_ITSELF: Final = "a directory cannot be copied into itself"
+_FOUND: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -29,10 +32,19 @@ class CopiedDirectory:
     """A directory that is being filled, open with O_PATH.
 
     ``source``: the attributes of the directory that it is a copy of, if that has any; ``keeps``: it gets all of these,
-    as with --preserve. ``follow``: a symbolic link to a directory is good enough.
+    as with --preserve. ``follow``: a symbolic link to a directory is good enough. ``replace``: it takes the place of
+    anything else, and this may write into it, whatever its mode is.
     """
 
-    def __init__(self, entry: Entry, source: SourceAttributes | None, *, keeps: bool, follow: bool = False) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        source: SourceAttributes | None,
+        *,
+        keeps: bool,
+        follow: bool = False,
+        replace: bool = False,
+    ) -> None:
         """Create it if it does not exist. OSError if that fails, with its path."""
         self.entry = entry
         self.created = False
@@ -41,18 +53,26 @@ class CopiedDirectory:
         # The copy must be able to write there, whatever the final mode is.
         allowed = stat.S_IRWXU if keeps else 0o1777
         mode = 0o777 if source is None else stat.S_IMODE(source.st_mode) & allowed | stat.S_IRWXU
+        self._mode: int | None = None  # that it had, if it has another one now
+        flags = _DIRECTORY & ~os.O_NOFOLLOW if follow else _DIRECTORY
         try:
-            with suppress(FileExistsError):
-                os.mkdir(entry.name, mode, dir_fd=entry.directory)
-                self.created = True
-            flags = _DIRECTORY & ~os.O_NOFOLLOW if follow else _DIRECTORY
-            self.fd = os.open(entry.name, flags, dir_fd=entry.directory)
+            self.created = _make_directory(entry, mode)
+            try:
+                self.fd = os.open(entry.name, flags, dir_fd=entry.directory)
+            except NotADirectoryError:
+                if not replace:
+                    raise
+                os.unlink(entry.name, dir_fd=entry.directory)
+                self.created = _make_directory(entry, mode)
+                self.fd = os.open(entry.name, flags, dir_fd=entry.directory)
         except NotADirectoryError:
             raise OSError(errno.ENOTDIR, "a file cannot be overwritten with a directory", entry.path) from None
         except OSError as error:
             raise OSError(error.errno, error.strerror, entry.path) from None
         try:
             strange = self.created and os.listdir(path_of(self.fd))
+            if replace and not self.created:
+                self._make_writable()
         except OSError as error:
             os.close(self.fd)
             raise OSError(error.errno, error.strerror, entry.path) from None
@@ -63,8 +83,16 @@ class CopiedDirectory:
     def child(self, name: str) -> Entry:
         return self.entry.child(name, self.fd)
 
+    def _make_writable(self) -> None:
+        status = os.fstat(self.fd)
+        if status.st_uid == os.geteuid() != 0 and status.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+            self._mode = stat.S_IMODE(status.st_mode)
+            os.chmod(path_of(self.fd), self._mode | stat.S_IRWXU)
+
     def complete(self) -> None:
         """Set its attributes: nothing more is written into it."""
+        if self._mode is not None and not self._keeps:
+            os.chmod(path_of(self.fd), self._mode)
         if self._source is None:
             return
         path, mode = path_of(self.fd), stat.S_IMODE(self._source.st_mode)
@@ -77,15 +105,44 @@ class CopiedDirectory:
         os.close(self.fd)
 
 
-def make_special(entry: Entry, source: SourceAttributes, target: str | bytes | None, *, keeps: bool) -> None:
+def adopt(entry: Entry, copy: os.stat_result, step: Step, state: TreeState) -> None:
+    """Give a file whose content was compared what makes it a copy without that. ``copy``: its attributes before."""
+    with suppress(OSError), closed_after(os.open(entry.name, _FOUND, dir_fd=entry.directory)) as fd:
+        now = os.fstat(fd)
+        if not os.path.samestat(now, copy) or (now.st_size, now.st_mtime_ns) != (copy.st_size, copy.st_mtime_ns):
+            return
+        if step.status is None:
+            state.identity(step).note(fd)
+        elif state.options.preserve:
+            preserve(fd, step.status)
+        else:
+            set_times(fd, step.status)
+
+
+def _make_directory(entry: Entry, mode: int) -> bool:
+    """Return whether it did not exist."""
+    try:
+        os.mkdir(entry.name, mode, dir_fd=entry.directory)
+    except FileExistsError:
+        return False
+    return True
+
+
+def make_special(
+    entry: Entry, source: SourceAttributes, target: str | bytes | None, *, keeps: bool, update: bool = False
+) -> None:
     """Create a symbolic link to ``target``, or a special file. As cp(1), replace a file unless it is the source itself.
 
-    ``entry`` has its directory open.
+    ``entry`` has its directory open. ``update``: what is there already stays.
     """
     entry = entry._replace(follow=False)
     try:
         _make(entry, source, target)
     except FileExistsError:
+        if update and _is_made(entry, source, target):
+            if keeps:
+                pass_on(entry, entry.status(), source)
+            return
         if isinstance(source, os.stat_result) and os.path.samestat(entry.status(), source):
             raise OSError(errno.EINVAL, "is the same file as the source") from None
         os.unlink(entry.name, dir_fd=entry.directory)
@@ -97,6 +154,15 @@ def make_special(entry: Entry, source: SourceAttributes, target: str | bytes | N
         if (stat.S_IFMT(made.st_mode), made.st_nlink) != (stat.S_IFMT(source.st_mode), 1):
             raise OSError(errno.EBUSY, "another process has put a file in its place")
         preserve(path_of(fd), source)
+
+
+def _is_made(entry: Entry, source: SourceAttributes, target: str | bytes | None) -> bool:
+    status = entry.status()
+    if stat.S_IFMT(status.st_mode) != stat.S_IFMT(source.st_mode):
+        return False
+    if target is not None:
+        return os.fsencode(os.readlink(entry.name, dir_fd=entry.directory)) == os.fsencode(target)
+    return isinstance(source, os.stat_result) and status.st_rdev == source.st_rdev
 
 
 def _make(entry: Entry, source: SourceAttributes, target: str | bytes | None) -> None:
@@ -116,14 +182,30 @@ def exists(entry: Entry, *, follow: bool) -> bool:
     return True
 
 
-def file_is_current(entry: Entry, size: int, modified_ns: int | None) -> bool:
-    """Return whether a name has a file of a source's size that is not older."""
+def find_copy(entry: Entry, identity: Identity, context: CopyContext) -> os.stat_result | None:
+    """Return the attributes of the file that a name has if it is a copy, None if it must be copied."""
     try:
         status = entry.status()
     except OSError:
-        return False  # creating it will show what is wrong
-    same = stat.S_ISREG(status.st_mode) and status.st_size == size
-    return same and modified_ns is not None and status.st_mtime_ns >= modified_ns
+        return None  # creating it will show what is wrong
+    return status if identity.is_of(entry, status) and not context.is_written(status) else None
+
+
+def has_attributes(copy: os.stat_result, source: SourceAttributes) -> bool:
+    """Return whether a copy has the mode and time of its source, and the owner as far as this user may set that."""
+    owned = (copy.st_uid, copy.st_gid) == (source.st_uid, source.st_gid) or (
+        os.geteuid() != 0 and (copy.st_gid == source.st_gid or source.st_gid not in os.getgroups())
+    )
+    return owned and (copy.st_mode, copy.st_mtime_ns) == (source.st_mode, source.st_mtime_ns)
+
+
+def pass_on(entry: Entry, copy: os.stat_result, source: SourceAttributes) -> None:
+    """Give a file or link that is a copy already the mode, owner and time of its source, if they differ."""
+    if has_attributes(copy, source):
+        return
+    with closed_after(open_path(entry._replace(follow=False))) as fd:
+        if os.path.samestat(os.fstat(fd), copy):
+            preserve(path_of(fd), source)
 
 
 @dataclass(frozen=True)
@@ -131,11 +213,22 @@ class TreeState:
     """State that all copies of one command share."""
 
     options: TreeOptions
+    context: CopyContext
     cancel: Cancellation
     report: TreeReport
     # The sources of all that has been copied, by the names of the copies.
     made: dict[str, str] = field(default_factory=dict)
+    unchanged: set[str] = field(default_factory=set)  # the names of copies for which nothing is to be done
     links: list[str] = field(default_factory=list)  # the copies of links whose originals lead to files
+
+    def identity(self, step: Step) -> Identity:
+        """Return what the copies of a file are compared by."""
+        if step.status is None:
+            assert step.source is not None
+            assert not isinstance(step.source, Entry)
+            return Identity.of_stored(step.source)
+        identity = Identity.of(step.status, step.size)
+        return identity._replace(modified_ns=None) if self.context.is_written(step.status) else identity
 
     def links_without_files(self) -> list[str]:
         """Return the copies of links that lead nowhere, or off the mount, although the originals lead to files.
@@ -179,8 +272,11 @@ class FileTree:
             if self._state.options.dry_run:
                 return True
             with entry.as_directory()._replace(follow=False).located() as located:
-                keeps, follow = self._state.options.preserve, self._follow and folder.parent is None
-                directory = CopiedDirectory(located, folder.status, keeps=keeps, follow=follow)
+                options, follow = self._state.options, self._follow and folder.parent is None
+                replace = options.replace and folder.parent is not None
+                directory = CopiedDirectory(
+                    located, folder.status, keeps=options.preserve, follow=follow, replace=replace
+                )
         except OSError as error:
             source, end = (str(error.filename), None) if error.filename else (step.path, entry.path)
             self._state.report.failed(source, end, error)
@@ -196,22 +292,31 @@ class FileTree:
         entry = self._entry(step)
         if entry is None or not self._is_new(step, entry):
             return None
-        regular = step.status is None or stat.S_ISREG(step.status.st_mode)
-        options = self._state.options
-        if (options.no_clobber and exists(entry, follow=entry.follow and regular)) or (
-            options.update
-            and not options.checksum  # compared later, by several threads
-            and step.has_content
-            and file_is_current(entry, step.size, step.modified_ns)
-        ):
+        options, status = self._state.options, step.status
+        regular = status is None or stat.S_ISREG(status.st_mode)
+        copy: os.stat_result | None = None
+        if options.no_clobber and exists(entry, follow=entry.follow and regular):
             self._state.report.skipped()
             return None
-        return entry
+        # With --checksum they are compared later, by several threads.
+        if not options.update or options.checksum or not step.has_content or self._is_in_new(step):
+            return entry
+        if entry.path not in self._state.unchanged:
+            copy = find_copy(entry, self._state.identity(step), self._state.context)
+            if copy is None:
+                return entry
+        self._state.report.skipped()
+        if copy is not None and options.preserve and status is not None and not options.dry_run:
+            try:
+                pass_on(entry, copy, status)
+            except OSError as error:
+                self._state.report.failed(step.path, entry.path, error)
+        return None
 
     def special(self, step: Step) -> None:
         """Create the copy of a symbolic link, a FIFO, socket or device node."""
-        entry = self.file(step)
-        if entry is None or self._state.options.dry_run:
+        entry, options = self.file(step), self._state.options
+        if entry is None or options.dry_run:
             return
         assert step.status is not None
         assert isinstance(step.source, Entry)
@@ -222,7 +327,7 @@ class FileTree:
                     target = os.readlink(step.source.name, dir_fd=step.source.directory)
                     if exists(step.source, follow=True):
                         self._state.links.append(entry.path)
-                make_special(located, step.status, target, keeps=self._state.options.preserve)
+                make_special(located, step.status, target, keeps=options.preserve, update=options.update)
         except OSError as error:
             self._state.report.failed(step.path, entry.path, error)
 
@@ -235,6 +340,10 @@ class FileTree:
             return Entry.of(os.path.join(self._base.path, below), follow=False)
         directory = self._directories.get(step.parent)
         return None if directory is None else directory.child(step.name)
+
+    def _is_in_new(self, step: Step) -> bool:
+        directory = self._directories.get(step.parent) if step.parent is not None else None
+        return directory is not None and directory.created
 
     def _is_new(self, step: Step, entry: Entry) -> bool:
         """Return whether the copy is allowed, and the first of its name in this command."""
@@ -261,6 +370,8 @@ class FileTree:
             if step.kind == "file":
                 self._base.check_file()
             return
+        if step.kind == "file" and self._state.options.replace:
+            self._base.check_replaceable()
         checked_later = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # by the copier
         if not checked_later and not _on_a_mount(status.st_dev, self._base):
             raise NotOnMount(errno.EXDEV, NEITHER)

@@ -15,6 +15,7 @@ from gpufs.copying.copier import Copier
 from gpufs.copying.entries import find_targets, kind_of
 from gpufs.copying.loop import TreeCopy
 from gpufs.copying.types import (
+    MOST_FAILURES,
     CopyError,
     CopyOptions,
     CopyProgress,
@@ -36,6 +37,7 @@ def copy_tree(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     update: bool = False,
+    inplace: bool = False,
     symlinks: bool = False,
     jobs: int = 4,
     fastpath: Fastpath = "auto",
@@ -62,7 +64,10 @@ def copy_tree(
         Patterns of the files to copy, and of those to leave out, as the options of `gpufs cp`: ``*.safetensors`` is
         compared with names, a pattern with a slash with paths below the source.
     update : bool
-        Files whose copies have the same size and are not older are left out.
+        Files are left out whose copies have the same size and time, or the version that a store names. The others are
+        replaced when their new versions are complete, as by `gpufs sync`.
+    inplace : bool
+        With ``update``, existing files are overwritten instead: for a device without space for two versions of one.
     symlinks : bool
         Symbolic links are copied as links, instead of the files that they lead to.
     jobs : int
@@ -92,7 +97,7 @@ def copy_tree(
     >>> results = gpufs.copy_tree("hf://Qwen/Qwen3-8B", "/mnt/gpufs/gpu0/qwen", include=["*.safetensors", "*.json"])
     """
     source, destination = os.fsdecode(source), os.fsdecode(destination)
-    options = CopyOptions(fastpath, fsync, verify, preserve, partial)
+    options = CopyOptions(fastpath, fsync, verify, preserve, partial, update, update and not inplace)
     selection = TreeOptions(
         recursive=True,
         dereference=not symlinks,
@@ -102,6 +107,7 @@ def copy_tree(
         include=tuple(include),
         exclude=tuple(exclude),
         update=update,
+        replace=options.replace,
     )
     if jobs < 1:
         raise ValueError(f"jobs: {jobs} is less than 1")
@@ -123,7 +129,8 @@ def copy_tree(
         if stop.cancelled:
             raise CopyError(errno.ECANCELED, "", source, destination)
         report.tick()
-    return results_of(report.outcomes, f"copies of {source}")
+    more = f" and {report.more} more" if report.more else ""
+    return results_of(report.outcomes, f"copies of {source}{more}")
 
 
 def _finder(
@@ -168,6 +175,8 @@ class _Report:
     ) -> None:
         self.warned = warn
         self.outcomes: list[Outcome] = []
+        self.more = 0  # failures that are not among them
+        self._failures = 0
         self._source = source
         self._progress = progress
         self._totals = Totals()
@@ -178,10 +187,21 @@ class _Report:
 
     def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         self._totals.end(source, outcomes)
-        self.outcomes += outcomes
+        for outcome in outcomes:
+            if isinstance(outcome, CopyError):
+                self._fail(outcome)
+            else:
+                self.outcomes.append(outcome)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
-        self.outcomes.append(copy_error(error, source or self._source, destination))
+        self._fail(copy_error(error, source or self._source, destination))
+
+    def _fail(self, error: CopyError) -> None:
+        self._failures += 1
+        if self._failures <= MOST_FAILURES:
+            self.outcomes.append(error)
+        else:
+            self.more += 1
 
     def skipped(self) -> None:
         """Nothing is to be reported."""
@@ -201,7 +221,7 @@ class _Report:
 
     def host_lost(self, hop: int, error: CopyError) -> None:
         """Take the failure of the other machine."""
-        self.outcomes.append(error)
+        self._fail(error)
 
     def deleted(self, path: str) -> None:
         """Nothing is deleted here."""

@@ -17,18 +17,27 @@ from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded, 
 
 Fastpath: TypeAlias = Literal["auto", "off", "require"]
 
+# That a report keeps: a server can cause any number.
+MOST_FAILURES: Final = 10_000
+_MOST_RUNNING: Final = 10_000  # files in a sum of progress
+
 # The name of a pipe, in messages.
 STREAM: Final = "-"
 
 
 class CopyOptions(NamedTuple):
-    """How files are copied; :func:`gpufs.copy` describes the options."""
+    """How files are copied; :func:`gpufs.copy` describes the options.
+
+    ``times``: the copies get the times of files of this machine. ``replace``: a new file takes an existing name.
+    """
 
     fastpath: Fastpath = "auto"
     fsync: bool = False
     verify: bool = False
     preserve: bool = False
     partial: bool = False
+    times: bool = False
+    replace: bool = False
 
     def check(self) -> None:
         """Raise ValueError for an option that is not allowed."""
@@ -40,7 +49,7 @@ class CopyOptions(NamedTuple):
 class TreeOptions:
     """Which files are copied, and where to; docs/cp.md describes the options. ``exact``: --no-target-directory.
 
-    ``delete``: first remove what the source does not have.
+    ``delete``: first remove what the source does not have. ``replace``: new files take the place of existing ones.
     """
 
     recursive: bool = False
@@ -55,6 +64,7 @@ class TreeOptions:
     dry_run: bool = False
     checksum: bool = False
     delete: bool = False
+    replace: bool = False
 
 
 _UNFIT: Final = {
@@ -270,7 +280,8 @@ class Totals:
         """Take the progress of one copy. While it is verified, it stays at what it has moved."""
         if progress.phase == "copy":
             with self._lock:
-                self._running[source] = progress
+                if len(self._running) < _MOST_RUNNING or source in self._running:
+                    self._running[source] = progress
 
     def end(self, source: str, outcomes: Sequence[Outcome]) -> None:
         """Take what became of the copies of a file."""

@@ -11,8 +11,6 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from gpufs.copying.entries import Entry, is_link
@@ -153,7 +151,7 @@ def _open(entry: Entry, parent: Folder | None, fail: Fail) -> Folder | None:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
         fd = os.open(entry.name, flags, dir_fd=entry.directory)
         status = os.fstat(fd)
-        above = parent
+        above = parent if entry.follow else None  # else nothing leads upwards
         while above is not None:
             if above.status is not None and os.path.samestat(above.status, status):
                 text = "is a link to a directory that it lies in: such a loop cannot be copied by -L"
@@ -182,30 +180,6 @@ def _below(folder: Folder, fail: Fail, *, dereference: bool) -> Iterator[tuple[E
         elif status is not None:
             yield entry, status
     yield from directories
-
-
-def selected(steps: Steps, include: Sequence[str], exclude: Sequence[str]) -> Steps:
-    """Leave out of a walk what the user does not want below the source.
-
-    That are files and directories that a pattern of ``exclude`` matches, and files that none of ``include`` matches if
-    there are any. A pattern with a slash is for the path below the source, one without for the name.
-    """
-
-    def matches(patterns: Sequence[str], name: str, path: str) -> bool:
-        return any(fnmatchcase(path if "/" in pattern else name, pattern) for pattern in patterns)
-
-    with closing(steps):
-        for step in steps:
-            if step.kind == "file" and step.folder is not None:
-                unwanted = matches(exclude, step.name, step.below)
-                if unwanted or (include and not matches(include, step.name, step.below)):
-                    continue
-            elif step.parent is not None and step.folder is not None:
-                if step.kind == "enter" and matches(exclude, step.name, step.folder.below):
-                    step.folder.wanted = False
-                if not step.folder.wanted:
-                    continue
-            yield step
 
 
 def walk_store(path: str | None, files: Sequence[StoreFile], fail: Fail) -> Steps:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -25,32 +24,18 @@ from gpufs.syscalls import closed_after, path_of
 CONTROL: Final = ".gpufs"  # in the directory of a model
 SOCKET: Final = f"{CONTROL}/socket"
 RUN: Final = f"{CONTROL}/run"
-SOURCE: Final = f"{CONTROL}/source"  # what the model is, for the plug-in
-KEEP: Final = f"{CONTROL}/keep"  # this file exists if the model stays without volumes
 
-_MS_RDONLY: Final = 1
-_MS_NOSUID: Final = 2
-_MS_NODEV: Final = 4
-_MS_REMOUNT: Final = 32
-_MS_BIND: Final = 4096
 _DETACH: Final = 2 | 8  # MNT_DETACH, and UMOUNT_NOFOLLOW
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _NOT_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # of the directory that has a target
 
 
 class Targets:
-    """The places of volumes below the kubelet's directory.
+    """The places of volumes below the kubelet's directory."""
 
-    ``staging``: a directory of the plug-in, in which each bind becomes read-only before a pod can see it.
-    """
-
-    def __init__(self, kubelet: str, staging: str) -> None:
+    def __init__(self, kubelet: str) -> None:
         self._named = os.path.normpath(kubelet)
         self._kubelet = os.path.realpath(kubelet)
-        self._staging = staging
-        os.makedirs(staging, mode=0o700, exist_ok=True)
-        for name in os.listdir(staging):  # of a plug-in that was killed
-            self._remove_staged(os.path.join(staging, name))
 
     def path_of(self, target: str) -> str:
         """Return the path as the kernel lists it. CallError INVALID_ARGUMENT outside of the kubelet's directory."""
@@ -62,6 +47,10 @@ class Targets:
                     return f"{self._kubelet}/{below}"
         text = f"target_path {target!r} is not a path of a volume below {self._named}"
         raise CallError("INVALID_ARGUMENT", text[:1000])
+
+    def target_of(self, path: str) -> str | None:
+        """Return the kubelet's name for a path as the kernel lists it, None outside of its directory."""
+        return f"{self._named}{path.removeprefix(self._kubelet)}" if path.startswith(f"{self._kubelet}/") else None
 
     @contextmanager
     def _parent(self, target: str) -> Iterator[tuple[int, str]]:
@@ -86,29 +75,34 @@ class Targets:
                 return False
             raise
 
-    def bind(self, target: str, mount: MountEntry, path: str, sockets: str) -> None:
+    def bind(self, target: str, model: int, mount: MountEntry, sockets: str) -> None:
         """Show a directory of the mount at a target, over what gpufs has shown there before.
 
         What was there stays below it until :meth:`unbind`: a running container has a bind of it, and only what is
-        mounted upon it reaches the container. ``path``: below the mount. ``sockets``: the directory of its
+        mounted upon it reaches the container. ``model``: the directory, open. ``sockets``: that of the mount's
         socket. OSError or CallError if that fails; then nothing more is bound than before.
         """
         with self._parent(target) as (parent, name):
             place = f"{path_of(parent)}/{name}"
-            if not self._over(target):
+            if not self.over(target):
                 with suppress(FileNotFoundError):
                     os.rmdir(name, dir_fd=parent)
                 os.mkdir(name, 0o750, dir_fd=parent)
-            self._bind(os.path.join(mount.mountpoint, path), parent, name)
+            with closed_after(os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)) as over:
+                syscalls.bind_read_only(model, over)
             try:
-                for source, below in ((os.path.join(mount.mountpoint, SOCKET), SOCKET), (sockets, RUN)):
-                    with closed_after(os.open(os.path.join(place, CONTROL), _DIRECTORY | os.O_NOFOLLOW)) as folder:
-                        self._bind(source, folder, os.path.basename(below))
+                with closed_after(os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)) as shown:
+                    for source, below in ((os.path.join(mount.mountpoint, SOCKET), SOCKET), (sockets, RUN)):
+                        with (
+                            closed_after(os.open(source, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as file,
+                            closed_after(syscalls.open_beneath(shown, below.encode(), os.O_PATH)) as over,
+                        ):
+                            syscalls.bind_read_only(file, over)
             except BaseException:
                 syscalls.umount2(os.fsencode(place), _DETACH)
                 raise
 
-    def _over(self, target: str) -> list[MountEntry]:
+    def over(self, target: str) -> list[MountEntry]:
         """Return what is mounted at a target. CallError FAILED_PRECONDITION if the uppermost is not of gpufs."""
         place = self.path_of(target)
         over = [entry for entry in mounting.listed() if entry.mountpoint == place]
@@ -117,35 +111,6 @@ class Targets:
             raise CallError("FAILED_PRECONDITION", text)
         return over
 
-    def _bind(self, source: str, directory: int, name: str) -> None:
-        """Bind a directory or file over a name in an open directory. It is read-only from the first moment.
-
-        A bind has the flags of what it is made of, so it is made of one that is read-only already.
-        """
-        staged = self._staged(source)
-        try:
-            syscalls.mount(os.fsencode(source), os.fsencode(staged), b"", _MS_BIND, b"")
-            flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NODEV
-            syscalls.mount(b"", os.fsencode(staged), b"", flags, b"")
-            flag = os.O_DIRECTORY if os.path.isdir(source) else 0
-            with closed_after(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | flag, dir_fd=directory)) as over:
-                syscalls.mount(os.fsencode(staged), os.fsencode(path_of(over)), b"", _MS_BIND, b"")
-        finally:
-            self._remove_staged(staged)
-
-    def _staged(self, source: str) -> str:
-        if os.path.isdir(source):
-            return tempfile.mkdtemp(dir=self._staging)
-        fd, path = tempfile.mkstemp(dir=self._staging)
-        os.close(fd)
-        return path
-
-    def _remove_staged(self, staged: str) -> None:
-        with suppress(OSError):
-            syscalls.umount2(os.fsencode(staged), _DETACH)
-        with suppress(OSError):
-            (os.rmdir if os.path.isdir(staged) else os.unlink)(staged)
-
     def unbind(self, target: str) -> None:
         """Remove what is bound at a target, and its directory. Does nothing if it is not there.
 
@@ -153,7 +118,7 @@ class Targets:
         """
         try:
             with self._parent(target) as (parent, name):
-                while self._over(target):  # what is bound inside of it goes with it
+                while self.over(target):  # what is bound inside of it goes with it
                     syscalls.umount2(os.fsencode(f"{path_of(parent)}/{name}"), _DETACH)
                 with suppress(FileNotFoundError):
                     os.rmdir(name, dir_fd=parent)
@@ -162,8 +127,8 @@ class Targets:
                 raise
 
 
-def is_bound(place: str, mount: MountEntry, path: str, entries: Iterable[MountEntry]) -> bool:
-    """Return whether a target shows a directory of this mount as it should. Asks no file system.
+def is_bound(place: str, mount: MountEntry, paths: Iterable[str], entries: Iterable[MountEntry]) -> bool:
+    """Return whether a target shows one of these paths of the mount as it should. Asks no file system.
 
     ``place``: as :meth:`Targets.path_of` returns it. ``entries``: what mounting.listed() has returned.
     """
@@ -174,10 +139,11 @@ def is_bound(place: str, mount: MountEntry, path: str, entries: Iterable[MountEn
     here, socket, run = (found.get(one) for one in (place, f"{place}/{SOCKET}", f"{place}/{RUN}"))
     if here is None or socket is None or run is None or "ro" not in here.flags:
         return False
-    if (here.root, socket.root) != (_root(mount, path), _root(mount, SOCKET)):
-        return False
-    return here.device == socket.device == mount.device
+    return (
+        here.device == socket.device == mount.device and below(mount, here) in paths and below(mount, socket) == SOCKET
+    )
 
 
-def _root(mount: MountEntry, path: str) -> str:
-    return f"{mount.root.rstrip('/')}/{path}"
+def below(mount: MountEntry, entry: MountEntry) -> str:
+    """Return the path below the mount of what an entry of its device shows."""
+    return entry.root.removeprefix(mount.root.rstrip("/")).lstrip("/")

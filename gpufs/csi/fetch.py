@@ -45,27 +45,36 @@ def _reporter() -> Callable[[Any], None]:
 def _fetch(order: dict[str, Any]) -> None:
     import gpufs
 
+    os.fchdir(order["target"])  # the directory that the plug-in has opened
     # Not `partial`: what does not fit is refused before the first byte.
     results = gpufs.copy_tree(
         order["source"],
-        order["target"],
+        ".",
         include=order["include"],
         exclude=[*order["exclude"], ".gpufs"],
         update=True,
         progress=_reporter(),
     )
-    _remove_parts(order["target"])
-    _say(ok=True, bytes=sum(result.bytes for result in results))
+    _say(ok=True, bytes=sum(result.bytes for result in results), files=_files())
 
 
-def _remove_parts(target: str) -> None:
-    """Remove files that processes before this one have begun."""
+def _files() -> dict[str, int]:
+    """Return the sizes of all files that are there. Those that processes before this one have begun are removed."""
+    from gpufs.copying.entries import Entry
+    from gpufs.copying.walk import walk_files
     from gpufs.new_file import PREFIX
 
-    for folder, _, names in os.walk(target):
-        for name in names:
-            if name.startswith(PREFIX):
-                os.unlink(os.path.join(folder, name))
+    def fail(path: str, error: OSError) -> None:
+        raise error
+
+    files = {}
+    for step in walk_files(Entry.of(".", follow=False), fail, recursive=True, dereference=False):
+        if step.kind == "file" and step.folder is not None:
+            if step.name.startswith(PREFIX):
+                os.unlink(step.name, dir_fd=step.folder.fd)
+            else:
+                files[step.below] = step.size
+    return files
 
 
 def _errors_of(error: BaseException) -> list[BaseException]:

@@ -1,39 +1,62 @@
 """The models on the node's mount: fetched once for all volumes that show them, and removed with the last one.
 
-A model is in ``DEVICE/csi/NAME``, and in ``DEVICE/csi/.partial-NAME`` until all of it is there. So the mount itself
-says what is complete, and a mount that has been replaced has nothing.
+They are in ``DEVICE/csi``, a directory that root has made and nobody else can search, so that no name in it is
+another user's. Each operation opens and checks it again: a descriptor that stays would keep the mount from being
+unmounted. A model is complete if it has the mark that is written into it as the last thing, and all files that the mark
+lists. What a volume shows is never removed, whatever the plug-in knows of it: the kernel's list of mounts decides.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
-import shutil
+import re
 import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import IO, Any, Final
 
-from gpufs import mounting
+import msgspec
+
+from gpufs import mounting, syscalls
 from gpufs.csi import binding
 from gpufs.csi.errors import CallError
-from gpufs.csi.volumes import FOLDER, Model, environment_of
+from gpufs.csi.volumes import DEVICE, Model, environment_of
 from gpufs.mounting import MountEntry
-from gpufs.syscalls import start_thread
+from gpufs.syscalls import closed_after, start_thread
+from gpufs.trees import remove_tree
 from gpufs.units import bytes_text
 
 log = logging.getLogger(__name__)
 
+FOLDER: Final = "csi"  # of all models on a device
 _FETCHES: Final = 4  # at a time; each is a process with about 100 MiB, and copies four files at once
-_END_SECONDS: Final = 10.0
+_END_SECONDS: Final = 5.0
 _PARTIAL: Final = ".partial-"
 _GONE: Final = ".gone-"
+_MARK: Final = f"{binding.CONTROL}/model.json"
+_KEEP: Final = f"{binding.CONTROL}/keep"  # this file exists if the model stays without volumes
+_SUFFIXED: Final = re.compile(r"-[0-9a-f]{8}$")
+_MOST_MARK: Final = 16 << 20  # bytes
+_NOT_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """What a complete model says of itself. ``files``: their sizes by their paths."""
+
+    model: Model
+    files: dict[str, int]
 
 
 class _Fetch:
@@ -57,32 +80,201 @@ class _Fetch:
 class Models:
     """The models of one mount. Thread-safe.
 
+    Several plug-ins may use a mount. Each has models of its own, whose names end with what identifies it.
+
     Attributes
     ----------
     mountpoint : str
         Where the node's mount is. It need not be there all the time.
     """
 
-    def __init__(self, mountpoint: str, shown: Callable[[], set[Model]]) -> None:
-        """``shown``: the models that volumes need."""
+    def __init__(self, mountpoint: str, identity: str, key: bytes, shown: Callable[[], set[Model]]) -> None:
+        """``identity``: of the plug-in, the same after each start. ``key``: a secret. ``shown``: what volumes need."""
         self.mountpoint = os.path.realpath(mountpoint)
+        self._suffix = f"-{hashlib.sha256(os.fsencode(identity)).hexdigest()[:8]}"
+        # The second is for a device on which another user has taken the first name.
+        self._folders = (FOLDER, f"{FOLDER}-{hashlib.sha256(key + FOLDER.encode()).hexdigest()[:16]}")
         self._shown = shown
         self._lock = threading.Lock()  # guards the two below
         self._fetches: dict[Model, _Fetch] = {}
-        self._locks: dict[Model, threading.Lock] = {}  # held while the directories of a model change
+        # By device and name; held while the directories of a model change.
+        self._locks: weakref.WeakValueDictionary[tuple[str, str], threading.Lock] = weakref.WeakValueDictionary()
         self._slots = threading.BoundedSemaphore(_FETCHES)
+
+    # ---- the mount, and the directories of models ----
 
     def mount(self) -> MountEntry:
         """The node's mount. CallError UNAVAILABLE if there is none now."""
         entry = mounting.entry_of(self.mountpoint)
         if entry is None:
             raise CallError("UNAVAILABLE", f"no gpufs is mounted at {self.mountpoint} on this node")
+        if entry.uid != 0:  # whose daemon could show anything
+            raise CallError("FAILED_PRECONDITION", f"{self.mountpoint} is a mount of user {entry.uid}, not of root")
         return entry
 
     def sockets(self) -> str:
         """The directory of the daemon's socket. OSError if the mount does not answer."""
         with open(os.path.join(self.mountpoint, binding.SOCKET), encoding="utf-8") as file:
             return os.path.dirname(file.read().strip())
+
+    def name_of(self, model: Model) -> str:
+        """Return the name of a model's directory."""
+        return f"{model.name}{self._suffix}"
+
+    def paths_of(self, model: Model) -> list[str]:
+        """Return the paths below the mount that it can have."""
+        return [f"{model.device}/{folder}/{self.name_of(model)}" for folder in self._folders]
+
+    @contextmanager
+    def _root(self) -> Iterator[int]:
+        """Open the mount's root. CallError without a mount."""
+        entry = self.mount()
+        with closed_after(os.open(self.mountpoint, _OPEN)) as root:
+            if syscalls.identity(root).st_dev != entry.st_dev:
+                raise CallError("UNAVAILABLE", f"the mount at {self.mountpoint} has just changed")
+            yield root
+
+    def _devices(self) -> list[str]:
+        """List the devices of the mount; none without a mount."""
+        if mounting.entry_of(self.mountpoint) is None:
+            return []
+        with self._root() as root:
+            return sorted(filter(DEVICE.fullmatch, os.listdir(root)))
+
+    @contextmanager
+    def _folder(self, device: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
+        """Open the directory of models on a device; yield it with its path below the mount.
+
+        CallError UNAVAILABLE if there is none, FAILED_PRECONDITION if none can be created.
+        """
+        with self._root() as root:
+            if (above := _open(root, device)) is not None:
+                with closed_after(above):
+                    for creates in (False, True) if create else (False,):
+                        for name in self._folders:
+                            if (fd := _open_folder(above, name, create=creates)) is not None:
+                                if creates and name != FOLDER:
+                                    log.warning("another user has %s/%s: models are in %s", device, FOLDER, name)
+                                with closed_after(fd):
+                                    yield fd, f"{device}/{name}"
+                                return
+        text = f"{device}/{FOLDER} is not a directory of root alone: remove it"
+        raise CallError("FAILED_PRECONDITION", text) if create else CallError("UNAVAILABLE", f"no model is on {device}")
+
+    def _each(self) -> Iterator[tuple[str, int, str]]:
+        """Yield all that this plug-in has: the device, its open directory of models, and the name."""
+        for device in self._devices():
+            with suppress(CallError), self._folder(device) as (folder, _):
+                for name in sorted(os.listdir(folder)):
+                    if name.endswith(self._suffix) or not _SUFFIXED.search(name):  # not another plug-in's
+                        yield device, folder, name
+
+    @contextmanager
+    def opened(self, model: Model) -> Iterator[int]:
+        """Open the directory of a complete model. CallError UNAVAILABLE if it is not there."""
+        with self._folder(model.device) as (folder, _):
+            if (fd := _open(folder, self.name_of(model))) is not None:
+                with closed_after(fd):
+                    if _is_complete(fd):
+                        yield fd
+                        return
+        raise CallError("UNAVAILABLE", f"{model.source} is not on {model.device}, or not all of it")
+
+    def is_there(self, model: Model) -> bool:
+        """Return whether all of a model is on the mount. OSError if that does not answer."""
+        with suppress(CallError), self.opened(model):
+            return True
+        return False
+
+    def shown_by(self, entry: MountEntry) -> Model | None:
+        """Return the model of this plug-in that a mount shows, None if it shows none, or is not the node's.
+
+        OSError or CallError if that does not answer.
+        """
+        mount = self.mount()
+        device, _, below = binding.below(mount, entry).partition("/")
+        folder, _, name = below.partition("/")
+        if entry.device != mount.device or not DEVICE.fullmatch(device) or not name.endswith(self._suffix):
+            return None
+        with self._folder(device) as (fd, path):
+            mark = _mark(fd, name) if path == f"{device}/{folder}" and "/" not in name else None
+            return None if mark is None or self.name_of(mark.model) != name else mark.model
+
+    def resident(self) -> dict[str, set[str]]:
+        """The sources of all models on the mount, and their devices. OSError or CallError if it does not answer."""
+        sources: dict[str, set[str]] = {}
+        for device, folder, name in self._each():
+            if not name.startswith(".") and (mark := _mark(folder, name)) is not None:
+                sources.setdefault(mark.model.source, set()).add(device)
+        return sources
+
+    # ---- removing ----
+
+    def keep(self, model: Model) -> None:
+        """Make a model that is there stay without volumes. OSError or CallError if that fails."""
+        with self.opened(model) as fd, suppress(FileExistsError):
+            os.close(os.open(_KEEP, _NEW, 0o644, dir_fd=fd))
+
+    def release(self, model: Model) -> None:
+        """Remove a model that no volume needs. Return when its memory is free. OSError if that fails."""
+        with self._lock:
+            fetch = self._fetches.get(model)
+            if fetch is not None and model not in self._shown():
+                fetch.cancel()
+        for name in (f"{_PARTIAL}{self.name_of(model)}", self.name_of(model)):
+            self.remove_unneeded(model.device, name)
+
+    def leftovers(self) -> list[tuple[str, str]]:
+        """List what no volume needs, by devices and names, for remove_unneeded(). OSError or CallError as resident().
+
+        That are models of a plug-in that was killed, and those that were in use when they were to go.
+        """
+        needed = self._needed()
+        return [(device, name) for device, _, name in self._each() if (device, _plain(name)) not in needed]
+
+    def remove_unneeded(self, device: str, name: str) -> None:
+        """Remove a directory, unless a volume needs it, anything shows it, or it is to stay. OSError if that fails."""
+        # A volume is recorded before its model is looked for, which takes this lock. Without a mount there is nothing.
+        with suppress(CallError), self._lock_of(device, _plain(name)), self._folder(device) as (folder, path):
+            if (device, _plain(name)) in self._needed() or self._is_bound(f"{path}/{name}") or _stays(folder, name):
+                return
+            with suppress(FileNotFoundError):
+                self._discard(folder, name)
+                log.info("removed %s/%s, which no volume needs", path, name)
+
+    def _discard(self, folder: int, name: str) -> None:
+        """Remove what has a name; first it loses the name, so that no half of a model has it.
+
+        OSError: FileNotFoundError if there is nothing, others if it stays under another name for leftovers().
+        """
+        gone = name if name.startswith(_GONE) else self._rename_away(folder, name)
+        if stat.S_ISDIR(os.stat(gone, dir_fd=folder, follow_symlinks=False).st_mode):
+            remove_tree(folder, gone)
+        else:
+            os.unlink(gone, dir_fd=folder)
+
+    def _rename_away(self, folder: int, name: str) -> str:
+        gone = f"{_GONE}{os.urandom(8).hex()}{self._suffix}"
+        os.rename(name, gone, src_dir_fd=folder, dst_dir_fd=folder)
+        return gone
+
+    def _needed(self) -> set[tuple[str, str]]:
+        return {(model.device, self.name_of(model)) for model in self._shown()}
+
+    def _is_bound(self, path: str) -> bool:
+        """Return whether anything shows a directory of the mount, or one in it."""
+        mount = self.mount()
+        entries = [entry for entry in mounting.listed() if entry.device == mount.device]
+        return any(f"{binding.below(mount, entry)}/".startswith(f"{path}/") for entry in entries)
+
+    def _lock_of(self, device: str, name: str) -> threading.Lock:
+        with self._lock:
+            lock = self._locks.get((device, name))
+            if lock is None:
+                lock = self._locks[device, name] = threading.Lock()
+            return lock
+
+    # ---- fetching ----
 
     def ensure(self, model: Model, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
         """Return when a model is on the mount. CallError if it cannot be fetched.
@@ -104,78 +296,19 @@ class Models:
                 raise fetch.error
             proceed(fetch.progress)  # and fetch it again: another volume was the last one
 
-    def keep(self, model: Model) -> None:
-        """Make a model that is there stay without volumes. OSError if that fails."""
-        with open(os.path.join(self.mountpoint, model.path, binding.KEEP), "ab"):
-            pass
-
-    def release(self, model: Model) -> None:
-        """Remove a model that no volume needs. Return when its memory is free. OSError if that fails."""
-        with self._lock:
-            fetch = self._fetches.get(model)
-            if fetch is not None and model not in self._shown():
-                fetch.cancel()
-        with self._lock_of(model):
-            if model not in self._shown() and mounting.entry_of(self.mountpoint) is not None:
-                complete = os.path.join(self.mountpoint, model.path)
-                folder, name = os.path.split(complete)
-                _remove(os.path.join(folder, _PARTIAL + name))
-                if not os.path.exists(os.path.join(complete, binding.KEEP)):
-                    gone = os.path.join(folder, _GONE + name)
-                    _remove(gone)
-                    with suppress(FileNotFoundError):  # the directory loses its name before any of its files
-                        os.rename(complete, gone)
-                    _remove(gone)
-
-    def sweep(self) -> None:
-        """Remove what no volume needs, after a plug-in that was killed. OSError if that fails."""
-        for path in self._directories():
-            # Volumes are recorded before their directories are made.
-            stay = {model.path for model in self._shown()}
-            below = os.path.relpath(path, self.mountpoint).replace(_PARTIAL, "")
-            if below not in stay and not os.path.exists(os.path.join(path, binding.KEEP)):
-                log.info("removing %s, which no volume needs", path)
-                _remove(path)
-
-    def resident(self) -> dict[str, set[str]]:
-        """The sources of all models on the mount, and their devices. OSError if the mount does not answer."""
-        found: dict[str, set[str]] = {}
-        for path in self._directories():
-            device, _, name = os.path.relpath(path, self.mountpoint).split("/")
-            if not name.startswith("."):
-                with suppress(FileNotFoundError), open(os.path.join(path, binding.SOURCE), encoding="utf-8") as file:
-                    found.setdefault(file.read(), set()).add(device)
-        return found
-
-    def _directories(self) -> list[str]:
-        """List the directories of models, also incomplete ones. None without a mount."""
-        if mounting.entry_of(self.mountpoint) is None:
-            return []
-        folders = [os.path.join(self.mountpoint, device, FOLDER) for device in sorted(os.listdir(self.mountpoint))]
-        return [
-            os.path.join(folder, name) for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)
-        ]
-
-    def is_there(self, model: Model) -> bool:
-        """Return whether all of a model is on the mount."""
-        return os.path.isdir(os.path.join(self.mountpoint, model.path))
-
     def close(self) -> None:
-        """End all fetches."""
+        """End all fetches. Waits a moment for them."""
         with self._lock:
             fetches = list(self._fetches.values())
         for fetch in fetches:
             fetch.cancel()
+        deadline = time.monotonic() + _END_SECONDS
         for fetch in fetches:
-            fetch.ended.wait(_END_SECONDS)
-
-    def _lock_of(self, model: Model) -> threading.Lock:
-        with self._lock:
-            return self._locks.setdefault(model, threading.Lock())
+            fetch.ended.wait(max(0.0, deadline - time.monotonic()))
 
     def _run(self, model: Model, secrets: dict[str, str], fetch: _Fetch) -> None:
         try:
-            with self._lock_of(model):
+            with self._lock_of(model.device, self.name_of(model)):
                 if fetch.cancelled.is_set():
                     raise CallError("ABORTED", "cancelled")
                 self._put(model, secrets, fetch)
@@ -194,43 +327,34 @@ class Models:
     def _put(self, model: Model, secrets: dict[str, str], fetch: _Fetch) -> None:
         """Fetch a model, unless it is there."""
         self.mount()
-        device = os.path.join(self.mountpoint, model.device)
-        if not os.path.isdir(device):
-            devices = ", ".join(sorted(name for name in os.listdir(self.mountpoint) if name.startswith("gpu")))
-            raise CallError("INVALID_ARGUMENT", f"this node has no {model.device}: it has {devices or 'none'}")
-        complete = os.path.join(self.mountpoint, model.path)
-        if os.path.isdir(complete):
+        if model.device not in (devices := self._devices()):
+            text = f"this node has no {model.device}: it has {', '.join(devices) or 'none'}"
+            raise CallError("INVALID_ARGUMENT", text)
+        if self.is_there(model):
             return
-        folder, name = os.path.split(complete)
-        partial = os.path.join(folder, _PARTIAL + name)
-        with suppress(FileExistsError):
-            os.mkdir(folder, 0o700)  # pods have binds of what is in it
-        status = os.lstat(folder)  # everybody may create names beside it
-        if (stat.S_IFMT(status.st_mode), stat.S_IMODE(status.st_mode), status.st_uid) != (stat.S_IFDIR, 0o700, 0):
-            raise CallError("FAILED_PRECONDITION", f"{folder} is not a directory of root alone: remove it")
-        with suppress(FileExistsError):
-            os.mkdir(partial, 0o755)
-        with self._slots:
-            if fetch.cancelled.is_set():
-                raise CallError("ABORTED", "cancelled")
-            error = self._fetch(model, secrets, partial, fetch)
-        if error is not None:
-            # What a store that does not answer has sent already is needed at the next try.
-            if error.code != "UNAVAILABLE":
-                _remove(partial)
-            raise error
-        control = os.path.join(partial, binding.CONTROL)
-        _remove(control)  # of a try that has come this far
-        for path in (control, os.path.join(partial, binding.RUN)):
-            os.mkdir(path, 0o755)
-        for path, content in ((binding.SOCKET, ""), (binding.SOURCE, model.source)):
-            with open(os.path.join(partial, path), "x", encoding="utf-8") as file:
-                file.write(content)
-        os.rename(partial, complete)
+        name = self.name_of(model)
+        partial = f"{_PARTIAL}{name}"
+        with self._folder(model.device, create=True) as (folder, _):
+            with suppress(FileExistsError):
+                os.mkdir(partial, 0o755, dir_fd=folder)
+            with closed_after(os.open(partial, _OPEN, dir_fd=folder)) as target, self._slots:
+                remove_tree(target, binding.CONTROL)  # of a try that has come that far
+                if fetch.cancelled.is_set():
+                    raise CallError("ABORTED", "cancelled")
+                try:
+                    _seal(target, Mark(model, self._fetch(model, secrets, target, fetch)))
+                except CallError as error:
+                    # What a store that does not answer has sent already is needed at the next try.
+                    if error.code != "UNAVAILABLE":
+                        self._discard(folder, partial)
+                    raise
+            with suppress(FileNotFoundError):  # it is not complete any more; what shows it gets the new one
+                self._rename_away(folder, name)
+            os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
         log.info("%s is on %s", model.source, model.device)
 
-    def _fetch(self, model: Model, secrets: dict[str, str], target: str, fetch: _Fetch) -> CallError | None:
-        """Run the process that fetches. Return why it failed, None if it has not."""
+    def _fetch(self, model: Model, secrets: dict[str, str], target: int, fetch: _Fetch) -> dict[str, int]:
+        """Run the process that fetches into an open directory. Return what is there. CallError if that fails."""
         began = time.monotonic()
         log.info("fetching %s to %s", model.source, model.device)
         order = {
@@ -246,6 +370,7 @@ class Models:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            pass_fds=(target,),
             text=True,
             cwd="/",
         )
@@ -260,20 +385,24 @@ class Models:
             result = _read_result(process.stdout, fetch)
         finally:
             process.kill()
-            with suppress(BrokenPipeError):
-                process.communicate()  # until it has ended: no one else writes to the directory
+            with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                process.communicate(timeout=_END_SECONDS)  # it ends at once, unless the mount does not answer
         if fetch.cancelled.is_set():
-            return CallError("ABORTED", "cancelled")
+            raise CallError("ABORTED", "cancelled")
         if result is None:
-            return CallError("UNAVAILABLE", f"{model.source}: the process that fetches it ended with {process.poll()}")
-        if result["ok"]:
-            seconds = time.monotonic() - began
-            log.info("fetched %s: %s in %.1f s", model.source, bytes_text(result["bytes"]), seconds)
-            return None
-        text = str(result["text"])[:1000]
-        if result["errno"] == errno.EISDIR:
-            text = f"{model.source} is a file: name its directory, and the file in include"
-        return CallError.of(OSError(result["errno"], ""), text)
+            text = f"{model.source}: the process that fetches it ended with {process.poll()}"
+            raise CallError("UNAVAILABLE", text)
+        if not result["ok"]:
+            text = str(result["text"])[:1000]
+            if result["errno"] == errno.EISDIR:
+                text = f"{model.source} is a file: name its directory, and the file in include"
+            raise CallError.of(OSError(result["errno"], ""), text)
+        files: dict[str, int] = result["files"]
+        if not files:
+            raise CallError("NOT_FOUND", f"{model.source} has no file that include and exclude leave")
+        seconds = time.monotonic() - began
+        log.info("fetched %s: %s in %.1f s", model.source, bytes_text(result["bytes"]), seconds)
+        return files
 
 
 def _read_result(output: IO[str], fetch: _Fetch) -> dict[str, Any] | None:
@@ -286,8 +415,72 @@ def _read_result(output: IO[str], fetch: _Fetch) -> dict[str, Any] | None:
     return None
 
 
-def _remove(path: str) -> None:
-    """Remove a directory with all that is in it, if it is there. Another thread may do the same."""
-    while os.path.lexists(path):
-        with suppress(FileNotFoundError):
-            shutil.rmtree(path)
+def _plain(name: str) -> str:
+    return name.removeprefix(_PARTIAL)
+
+
+def _open(above: int, name: str) -> int | None:
+    """Open a directory, None if there is none, or anything else."""
+    try:
+        return os.open(name, _OPEN, dir_fd=above)
+    except (FileNotFoundError, NotADirectoryError):  # the second also for a link
+        return None
+
+
+def _open_folder(above: int, name: str, *, create: bool) -> int | None:
+    """Open a directory that only root can search, None if there is none, or anything else."""
+    if create:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=above)
+    if (fd := _open(above, name)) is None:
+        return None
+    status = os.fstat(fd)
+    is_ours = (status.st_uid, status.st_dev) == (0, os.fstat(above).st_dev)
+    if is_ours and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        os.fchmod(fd, 0o700)  # of an administrator, who has set a limit, it may be another
+        return fd
+    os.close(fd)
+    return None
+
+
+def _seal(target: int, mark: Mark) -> None:
+    """Add to the files of a model what a volume needs, and then the mark."""
+    os.mkdir(binding.CONTROL, 0o755, dir_fd=target)
+    os.mkdir(binding.RUN, 0o755, dir_fd=target)
+    os.close(os.open(binding.SOCKET, _NEW, 0o644, dir_fd=target))
+    with open(os.open(_MARK, _NEW, 0o644, dir_fd=target), "wb") as file:
+        file.write(msgspec.json.encode(mark))
+
+
+def _mark(directory: int, name: str) -> Mark | None:
+    """Read the mark of a model, None if it has none. OSError if the mount does not answer."""
+    try:
+        with open(syscalls.open_beneath(directory, f"{name}/{_MARK}".encode(), _READ), "rb") as file:
+            return msgspec.json.decode(file.read(_MOST_MARK), type=Mark)
+    except (OSError, ValueError) as error:  # msgspec's is one, and that of bytes that are no text
+        if isinstance(error, OSError) and error.errno not in _NOT_THERE:
+            raise
+        return None
+
+
+def _is_complete(model: int) -> bool:
+    """Return whether an open directory has all that its mark lists. OSError if the mount does not answer."""
+    mark = _mark(model, ".")
+    if mark is None:
+        return False
+    try:
+        found = {path: os.stat(path, dir_fd=model, follow_symlinks=False) for path in mark.files}
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return all(stat.S_ISREG(found[path].st_mode) and found[path].st_size == size for path, size in mark.files.items())
+
+
+def _stays(folder: int, name: str) -> bool:
+    """Return whether a model is complete and to stay without volumes."""
+    if name.startswith(".") or _mark(folder, name) is None:
+        return False
+    try:
+        os.stat(f"{name}/{_KEEP}", dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 A call about a volume is recorded before anything is done for it. So whatever dies, the next call, or the plug-in's own
 round, finds what there is: it binds again where the node's mount was replaced, and removes what the kubelet forgot.
+What fails in a round is logged, counted and tried again later; the rest of the round goes on.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 import grpc
+import msgspec
 from google.protobuf.message import DecodeError
+from prometheus_client import CollectorRegistry, Counter, start_http_server
 
 from gpufs import __version__, mounting
 from gpufs.csi import binding, volumes
@@ -29,7 +32,7 @@ from gpufs.csi.labels import NodeLabels
 from gpufs.csi.messages import CLASSES, PACKAGE, SERVICES
 from gpufs.csi.models import Models
 from gpufs.csi.state import State
-from gpufs.csi.volumes import Volume
+from gpufs.csi.volumes import Model, Volume
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +46,15 @@ _REPAIR_SECONDS: Final = 0.5
 _ROUND_WAIT: Final = 5.0  # of a call for a repair
 _MOST_PAUSE: Final = 120.0
 _GRACE: Final = 5.0
+_SIGNAL_SECONDS: Final = 1.0  # after which a signal that another thread got is noticed, too
 _UNREADABLE: Final = object()  # gRPC answers None itself, and logs a traceback
 
 
 class Options(NamedTuple):
     """How the plug-in runs.
 
-    ``endpoint``: the path of its socket. ``labels``: None if the node gets none.
+    ``endpoint``: the path of its socket. ``labels``: None if the node gets none. ``metrics``: the address and port at
+    which its counters are served, if they are.
     """
 
     endpoint: str
@@ -59,14 +64,46 @@ class Options(NamedTuple):
     kubelet: str
     state: str
     labels: NodeLabels | None = None
+    metrics: tuple[str, int] | None = None
 
 
 class _Failed(NamedTuple):
-    """Why a volume could not be repaired, and when it is tried again."""
+    """Why something has failed, and when it is tried again."""
 
     text: str
     pause: float
     until: float
+
+
+class _Tries:
+    """What the plug-in tries in its rounds: whatever one thing raises, the others are still tried."""
+
+    def __init__(self, failures: Counter) -> None:
+        self._failures = failures
+        self._failed: dict[tuple[str, str], _Failed] = {}
+
+    def attempt(self, kind: str, name: str, call: Callable[[], object]) -> None:
+        """Call a function, unless it has failed a moment ago. ``kind`` and ``name``: for metrics and the log."""
+        before = self._failed.get((kind, name))
+        if before is not None and time.monotonic() < before.until:
+            return
+        try:
+            call()
+            self._failed.pop((kind, name), None)
+        except Exception as error:  # also a bug must not end the round
+            if isinstance(error, CallError) and error.code == "ABORTED":
+                return  # the model is being fetched, or the kubelet is faster
+            if not isinstance(error, (OSError, CallError)):
+                log.exception("%s %s", kind, name)
+            elif before is None or before.text != str(error):
+                log.warning("%s %s: %s", kind, name, error)
+            self._failures.labels(kind).inc()
+            pause = _ROUND_SECONDS if before is None else min(2 * before.pause, _MOST_PAUSE)
+            self._failed[kind, name] = _Failed(str(error), pause, time.monotonic() + pause)
+
+    def forget_others(self, kind: str, names: Collection[str]) -> None:
+        """Forget the failures of this kind that are not of these names."""
+        self._failed = {key: value for key, value in self._failed.items() if key[0] != kind or key[1] in names}
 
 
 class Plugin:
@@ -76,12 +113,27 @@ class Plugin:
         """OSError if its directory cannot be used."""
         self._options = options
         self._state = State(options.state)
-        self._targets = Targets(options.kubelet, os.path.join(self._state.directory, "staging"))
-        self._models = Models(options.mountpoint, self._state.models)
+        self._targets = Targets(options.kubelet)
+        self._models = Models(options.mountpoint, self._state.directory, self._state.key, self._state.models)
         self._lock = threading.Condition()  # guards the two below
-        self._busy: dict[str, bool] = {}  # volumes, by their ids, and whether the plug-in's own round has them
-        # Secrets of published volumes, for models that must be fetched again. No file has them.
+        self._busy: dict[str, bool] = {}  # volumes, by their targets, and whether the plug-in's own round has them
+        # Secrets of published volumes by their targets, for models that must be fetched again. No file has them.
         self._secrets: dict[str, dict[str, str]] = {}
+        self.registry = CollectorRegistry()
+        failures = Counter("gpufs_csi_failures", "What failed, and is tried again", ["kind"], registry=self.registry)
+        self._tries = _Tries(failures)
+        self._is_lost = self._state.is_new  # what it had is still to be found
+
+    def _find_volumes(self) -> None:
+        """Record the volumes that are bound, after the loss of the state. Their ids come with the kubelet's calls."""
+        known = {volume.target for volume in self._state.volumes()}
+        for entry in mounting.listed():
+            target = self._targets.target_of(entry.mountpoint) if entry.fstype == mounting.FILESYSTEM_TYPE else None
+            if target is not None and target not in known and (model := self._models.shown_by(entry)) is not None:
+                self._state.add(Volume("", target, **msgspec.structs.asdict(model)))
+                known.add(target)
+                log.info("found the volume at %s, which shows %s", target, model.source)
+        self._is_lost = False
 
     def close(self) -> None:
         """End fetches. Volumes stay as they are."""
@@ -116,7 +168,7 @@ class Plugin:
         """Put the model on the mount, and bind it into the pod. The same call again changes nothing."""
         volume = volumes.volume_of(request, self._state.key)
         self._targets.path_of(volume.target)
-        with self._only_call_for(volume.id):
+        with self._only_call_for(volume.target):
             self._publish(volume, dict(request.secrets), _wait_within(context, volume.source))
         return CLASSES["NodePublishVolumeResponse"]()
 
@@ -124,8 +176,8 @@ class Plugin:
         """Remove a volume from its pod. The model goes with its last volume."""
         volumes.check_names(request.volume_id, request.target_path)
         self._targets.path_of(request.target_path)
-        with self._only_call_for(request.volume_id):
-            known = self._state.volume(request.volume_id)
+        with self._only_call_for(request.target_path):
+            known = self._state.volume(request.volume_id, request.target_path)
             if known is not None and known.target == request.target_path:
                 self._remove(known)
             elif all(one.target != request.target_path for one in self._state.volumes()):
@@ -133,23 +185,26 @@ class Plugin:
         return CLASSES["NodeUnpublishVolumeResponse"]()
 
     @contextmanager
-    def _only_call_for(self, volume_id: str, *, is_round: bool = False) -> Iterator[None]:
+    def _only_call_for(self, target: str, *, is_round: bool = False) -> Iterator[None]:
         """Keep other calls from a volume. CallError ABORTED if there is one; the plug-in's own round is waited for."""
         with self._lock:
             if not is_round:
-                self._lock.wait_for(lambda: not self._busy.get(volume_id, False), _ROUND_WAIT)
-            if volume_id in self._busy:
+                self._lock.wait_for(lambda: not self._busy.get(target, False), _ROUND_WAIT)
+            if target in self._busy:
                 raise CallError("ABORTED", "another call for this volume is in progress")
-            self._busy[volume_id] = is_round
+            self._busy[target] = is_round
         try:
             yield
         finally:
             with self._lock:
-                del self._busy[volume_id]
+                del self._busy[target]
                 self._lock.notify_all()
 
     def _publish(self, volume: Volume, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
-        known = self._state.volume(volume.id)
+        known = self._state.volume(volume.id, volume.target)
+        if known is not None and not known.id and known.model == volume.with_credentials(known.credentials).model:
+            self._state.replace(known, volume.with_credentials(known.credentials))
+            known = self._state.volume(volume.id, volume.target)
         if known is not None:
             if known.target != volume.target:
                 text = f"the volume is published at another target_path: {known.target}"
@@ -161,27 +216,30 @@ class Plugin:
                 volume = known
             elif known != volume:
                 self._state.replace(known, volume)
-                self._models.release(known.model)
+                self._release(known.model)
         else:
             self._check_free(volume)
             if not self._targets.has_parent(volume.target):
                 text = f"the directory of target_path does not exist: {os.path.dirname(volume.target)}"
                 raise CallError("FAILED_PRECONDITION", text)
-            self._targets.unbind(volume.target)  # refuses what is not of gpufs, before anything is fetched
+            is_free = not self._targets.over(volume.target)  # else a plug-in whose state was lost has bound one
+            if is_free:
+                self._targets.unbind(volume.target)  # refuses what is not empty, before anything is fetched
             self._state.add(volume)
         try:
-            if not self._is_bound(volume):
+            if not (self._is_bound(volume) and self._models.is_there(volume.model)):
                 self._show(volume, secrets, proceed)
         except BaseException as error:
             # After these the kubelet does not ask to unpublish it.
             if known is None and not (isinstance(error, CallError) and error.is_uncertain):
                 with suppress(OSError, CallError):
-                    self._targets.unbind(volume.target)
+                    if is_free:
+                        self._targets.unbind(volume.target)
                 with suppress(OSError):
                     self._forget(volume)
             raise
         with self._lock:
-            self._secrets[volume.id] = dict(secrets)
+            self._secrets[volume.target] = dict(secrets)
 
     def _check_free(self, volume: Volume) -> None:
         """Raise CallError FAILED_PRECONDITION if a new volume cannot be at its target."""
@@ -191,7 +249,8 @@ class Plugin:
     def _show(self, volume: Volume, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
         """Fetch a volume's model and bind it."""
         self._models.ensure(volume.model, secrets, proceed)
-        self._targets.bind(volume.target, self._models.mount(), volume.model.path, self._models.sockets())
+        with self._models.opened(volume.model) as model:
+            self._targets.bind(volume.target, model, self._models.mount(), self._models.sockets())
         if volume.keep:
             self._models.keep(volume.model)
         log.info("volume %s shows %s", volume.id, volume.source)
@@ -204,60 +263,65 @@ class Plugin:
     def _forget(self, volume: Volume) -> None:
         """Remove what is recorded of a volume that is bound nowhere, and its model if that is not needed any more."""
         with self._lock:
-            self._secrets.pop(volume.id, None)
+            self._secrets.pop(volume.target, None)
         self._state.remove(volume)
-        self._models.release(volume.model)
+        self._release(volume.model)
         log.info("volume %s is gone", volume.id)
 
+    def _release(self, model: Model) -> None:
+        """Remove a model that no volume needs. If that fails, the next rounds try it."""
+        self._tries.attempt("model", self._models.name_of(model), partial(self._models.release, model))
+
     def _is_bound(self, volume: Volume) -> bool:
-        place = self._targets.path_of(volume.target)
-        return binding.is_bound(place, self._models.mount(), volume.model.path, mounting.listed())
+        place, paths = self._targets.path_of(volume.target), self._models.paths_of(volume.model)
+        return binding.is_bound(place, self._models.mount(), paths, mounting.listed())
 
     # ---- the plug-in's own round ----
 
     def run(self, stopped: threading.Event) -> None:
         """Repair volumes until ``stopped``."""
         rounds = 0
-        failed: dict[str, _Failed] = {}
         while True:
-            for volume in self._state.volumes():
+            if self._is_lost:
+                self._tries.attempt("volumes", "that are bound", self._find_volumes)
+            known = self._state.volumes()
+            for volume in known:
                 if stopped.is_set():
                     return
-                before = failed.get(volume.id)
-                if before is not None and time.monotonic() < before.until:
-                    continue
-                try:
-                    with self._only_call_for(volume.id, is_round=True):
-                        self._repair(volume)
-                    failed.pop(volume.id, None)
-                except (OSError, CallError) as error:
-                    if isinstance(error, CallError) and error.code == "ABORTED":
-                        continue  # the model is being fetched, or the kubelet is faster
-                    if before is None or before.text != str(error):
-                        log.warning("volume %s cannot be repaired: %s", volume.id, error)
-                    pause = _ROUND_SECONDS if before is None else min(2 * before.pause, _MOST_PAUSE)
-                    failed[volume.id] = _Failed(str(error), pause, time.monotonic() + pause)
-            failed = {volume.id: failed[volume.id] for volume in self._state.volumes() if volume.id in failed}
-            try:
-                if rounds % _SWEEP_ROUNDS == 0:
-                    self._models.sweep()
-                if self._options.labels is not None:
-                    self._options.labels.set(self._models.resident())
-            except OSError as error:
-                log.warning("%s", error)
+                self._tries.attempt("volume", volume.id or volume.target, partial(self._repair_alone, volume))
+            self._tries.forget_others("volume", [volume.id or volume.target for volume in known])
+            if rounds % _SWEEP_ROUNDS == 0:
+                self._tries.attempt("models", "that no volume needs", self._sweep)
+            if self._options.labels is not None:
+                self._tries.attempt("labels", "of the node", self._set_labels)
             rounds += 1
             if stopped.wait(_ROUND_SECONDS):
                 return
 
+    def _sweep(self) -> None:
+        """Remove what no volume needs, after a plug-in that was killed, or what could not be removed before."""
+        found = self._models.leftovers()
+        for device, name in found:
+            self._tries.attempt("model", name, partial(self._models.remove_unneeded, device, name))
+        self._tries.forget_others("model", [name for _, name in found])
+
+    def _set_labels(self) -> None:
+        assert self._options.labels is not None
+        self._options.labels.set(self._models.resident())
+
+    def _repair_alone(self, volume: Volume) -> None:
+        with self._only_call_for(volume.target, is_round=True):
+            self._repair(volume)
+
     def _repair(self, volume: Volume) -> None:
-        if self._state.volume(volume.id) != volume:
+        if volume not in self._state.volumes():
             return  # unpublished since
         if not self._targets.has_parent(volume.target):
             log.info("the pod of volume %s is gone", volume.id)
             self._remove(volume)
             return
         with self._lock:
-            secrets = self._secrets.get(volume.id)
+            secrets = self._secrets.get(volume.target)
         if self._is_bound(volume):
             return
         if volume.credentials and secrets is None and not self._models.is_there(volume.model):
@@ -332,9 +396,11 @@ def _handlers(plugin: Plugin) -> Iterator[grpc.GenericRpcHandler]:
 def serve(options: Options, ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT. ``ready``: called when the socket answers. OSError if it cannot start."""
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
     plugin = Plugin(options)
+    for number in (signal.SIGTERM, signal.SIGINT):  # before, there is nothing to end
+        signal.signal(number, lambda *_: stopped.set())
+    if options.metrics is not None:
+        start_http_server(options.metrics[1], options.metrics[0], plugin.registry)
     pool = futures.ThreadPoolExecutor(_THREADS)
     settings = [("grpc.max_receive_message_length", _MOST_MESSAGE), ("grpc.so_reuseport", 0)]
     server = grpc.server(pool, options=settings, maximum_concurrent_rpcs=_THREADS)
@@ -350,6 +416,7 @@ def serve(options: Options, ready: Callable[[], None]) -> None:
     ready()
     rounds = threading.Thread(target=plugin.run, args=(stopped,), daemon=True)
     rounds.start()
-    stopped.wait()
-    server.stop(_GRACE).wait()
+    while not stopped.wait(_SIGNAL_SECONDS):
+        pass
+    server.stop(_GRACE).wait(2 * _GRACE)  # a call may wait for a mount that does not answer
     plugin.close()

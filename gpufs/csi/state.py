@@ -1,6 +1,7 @@
 """The volumes of a plug-in, in a file from which it continues after a kill.
 
-A volume is in the file before anything of it exists, and until nothing of it does. The file has no secrets.
+A volume is in the file before anything of it exists, and until nothing of it does. The file has no secrets. If it is
+lost, the plug-in finds its volumes by what is bound.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ import msgspec
 from gpufs.csi.volumes import Model, Volume
 
 _VERSION: Final = 1
+_FILE: Final = "state.json"
 _KEY_BYTES: Final = 32
 _LOCK_SECONDS: Final = 30.0
 
@@ -29,12 +32,14 @@ class _Saved(msgspec.Struct):
 
 
 class State:
-    """The plug-in's directory. One process at a time has it. Thread-safe.
+    """The plug-in's directory, open from its start. One process at a time has it. Thread-safe.
 
     Attributes
     ----------
     directory : str
         Its path.
+    is_new : bool
+        Whether it had no file of volumes.
     key : bytes
         Of this node, for the identity of secrets.
     """
@@ -43,12 +48,15 @@ class State:
         """Read it. OSError if it cannot be used: EBUSY while another plug-in has it."""
         self.directory = os.path.realpath(directory)
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
-        os.chmod(self.directory, 0o700)
-        self._fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
+            status = os.fstat(self._fd)
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise OSError(errno.EPERM, f"{self.directory}: is not root's alone")
+            os.fchmod(self._fd, 0o700)
             self._lock_directory()
             self.key = self._read_key()
-            self._saved = self._read()
+            self._saved, self.is_new = self._read()
         except BaseException:
             os.close(self._fd)
             raise
@@ -67,47 +75,50 @@ class State:
             time.sleep(0.1)
 
     def _read_key(self) -> bytes:
-        path = os.path.join(self.directory, "key")
-        try:
-            with open(path, "rb") as file:
-                key = file.read()
-            if len(key) == _KEY_BYTES:
-                return key
-        except FileNotFoundError:
-            pass
+        key = self._content("key")
+        if key is not None and len(key) == _KEY_BYTES:
+            return key
         key = secrets.token_bytes(_KEY_BYTES)
         self._replace("key", key)
         return key
 
-    def _read(self) -> _Saved:
-        path = os.path.join(self.directory, "state.json")
+    def _content(self, name: str) -> bytes | None:
         try:
-            with open(path, "rb") as file:
-                saved = msgspec.json.decode(file.read(), type=_Saved)
+            with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd), "rb") as file:
+                return file.read()
         except FileNotFoundError:
-            return _Saved()
-        except msgspec.MsgspecError as error:
-            text = f"{path}: {error}: remove it; pods that run now keep their volumes, and models stay on the mount"
+            return None
+
+    def _read(self) -> tuple[_Saved, bool]:
+        path = os.path.join(self.directory, _FILE)
+        content = self._content(_FILE)
+        if content is None:
+            return _Saved(), True
+        try:
+            saved = msgspec.json.decode(content, type=_Saved)
+        except ValueError as error:  # msgspec's is one
+            text = f"{path}: {error}: remove it; the plug-in finds its volumes by what is mounted in pods"
             raise OSError(errno.EINVAL, text) from None
         if saved.version != _VERSION:
             raise OSError(errno.EINVAL, f"{path}: is of another version of gpufs ({saved.version})")
-        return saved
+        return saved, False
 
     def _replace(self, name: str, content: bytes) -> None:
         """Write a file that is whole after any crash."""
-        temporary = os.path.join(self.directory, f".{name}.new")
-        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        temporary = f".{name}.new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(temporary, flags, 0o600, dir_fd=self._fd), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.rename(temporary, os.path.join(self.directory, name))
+        os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         os.fsync(self._fd)
 
     def _change(self, change: Callable[[list[Volume]], list[Volume]]) -> None:
         with self._lock:
             changed = _Saved(volumes=change(self._saved.volumes))
             if changed != self._saved:
-                self._replace("state.json", msgspec.json.encode(changed))
+                self._replace(_FILE, msgspec.json.encode(changed))
                 self._saved = changed
 
     def volumes(self) -> list[Volume]:
@@ -115,9 +126,13 @@ class State:
         with self._lock:
             return list(self._saved.volumes)
 
-    def volume(self, volume_id: str) -> Volume | None:
-        """The volume of this id."""
-        return next((volume for volume in self.volumes() if volume.id == volume_id), None)
+    def volume(self, volume_id: str, target: str) -> Volume | None:
+        """The volume of this id. One that was found by what is bound has none, and is known by its target."""
+        volumes = self.volumes()
+        found = [one for one in volumes if one.id == volume_id] or [
+            one for one in volumes if (one.id, one.target) == ("", target)
+        ]
+        return found[0] if found else None
 
     def add(self, volume: Volume) -> None:
         """Add a volume. OSError if it cannot be written."""

@@ -18,7 +18,7 @@ from gpufs.stores import urls
 _MOST_BYTES: Final = 128  # of an id, as CSI has it
 _MOST_PATH_BYTES: Final = 4000
 _MOST_ATTRIBUTE_BYTES: Final = 4096  # of all attributes
-_DEVICE: Final = re.compile(r"gpu[0-9]{1,4}", re.ASCII)
+DEVICE: Final = re.compile(r"gpu[0-9]{1,4}", re.ASCII)
 _KUBELETS: Final = "csi.storage.k8s.io/"  # the prefix of the attributes that the kubelet adds
 _SCHEMES: Final = ("hf", "s3", "gs", "az")
 _BOOLEANS: Final = {"true": True, "false": False}
@@ -71,17 +71,9 @@ class Model(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of its directory: readable, and different for all that differs."""
+        """What its directory is called: readable, and different for all that differs."""
         digest = hashlib.sha256(msgspec.json.encode((self.source, self.include, self.exclude, self.credentials)))
         return f"{readable(self.source)[:80]}-{digest.hexdigest()[:16]}"
-
-    @property
-    def path(self) -> str:
-        """The path of its directory below the mount."""
-        return f"{self.device}/{FOLDER}/{self.name}"
-
-
-FOLDER: Final = "csi"  # of all models on a device
 
 
 def readable(source: str) -> str:
@@ -111,7 +103,7 @@ def volume_of(request: Any, key: bytes) -> Volume:
     if keep not in _BOOLEANS:
         raise _invalid(f'volumeAttributes: keep is {keep!r}, not "true" or "false"')
     device = chosen.get("device", "gpu0")
-    if not _DEVICE.fullmatch(device):
+    if not DEVICE.fullmatch(device):
         raise _invalid(f"volumeAttributes: device is {device!r}, not the name of a device as gpu0")
     return Volume(
         request.volume_id,

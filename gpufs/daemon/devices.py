@@ -8,14 +8,12 @@ import json
 import os
 import resource
 import sys
-from typing import Any, Final
+from typing import Any
 
 from gpufs import config, engine
 from gpufs.daemon.startup import PYTHON, StartFailure
 from gpufs.drivers import DRIVERS, HOST
 from gpufs.units import bytes_text
-
-_GIB: Final = float(1 << 30)
 
 
 def open_engine(values: dict[str, Any], statistics_path: str, *, again: bool) -> tuple[engine.Engine, list[str]]:
@@ -42,8 +40,8 @@ def open_engine(values: dict[str, Any], statistics_path: str, *, again: bool) ->
         break
     notes = []
     if wanted == "auto" and opened.driver == HOST:
-        sizes = [device.info.total_bytes / _GIB for device in opened.devices]
-        each = f"{sizes[0]:.1f} GiB" + (f" on each of {len(sizes)} devices" if len(sizes) > 1 else "")
+        devices = opened.devices
+        each = bytes_text(devices[0].info.total_bytes) + f" on each of {len(devices)} devices" * (len(devices) > 1)
         notes.append(f"no GPU was found: the files are in host memory, {each} (--driver host is the same without this)")
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if largest != resource.RLIM_INFINITY:

@@ -351,12 +351,13 @@ class Mount(Handle):
         """
         return Buffer._adopt(self.engine, result_of(HANDLE, lib.gpufs_mount_buffer, self._handle, ino))
 
-    def lease_again(self, ino: int, size: int, *, writable: bool, label: str) -> Lease:
-        """Open a lease that another process had on the first ``size`` bytes of a file. ``label``: as of Lease.
+    def lease_again(self, ino: int, size: int, *, writable: bool, label: str, placement: int | None = None) -> Lease:
+        """Open a lease that its holder had before on the first ``size`` bytes of a file. ``label``: as of Lease.
 
-        EngineError ENOENT without such a file.
+        ``placement``: as of Lease. EngineError ENOENT without such a file.
         """
-        wanted = ino, lib.GPUFS_LEASE_WRITE if writable else 0, size, label.encode()
+        place = -1 if placement is None else placement
+        wanted = ino, lib.GPUFS_LEASE_WRITE if writable else 0, size, label.encode(), place
         return Lease._adopt(result_of(HANDLE, lib.gpufs_lease_open_again, self._handle, *wanted))
 
     def inode_register(
@@ -409,6 +410,14 @@ class Mount(Handle):
     def inode_bring_back(self, ino: int) -> None:
         """Move the contents of a file back to its device. EngineError ENOSPC, EDQUOT: as for a write."""
         check(lib.gpufs_inode_bring_back(self._handle, ino))
+
+    def check_space(self, inos: Sequence[int], *, parks: bool) -> None:
+        """Check that all of these files can be parked, or brought back, together. It holds until others take memory.
+
+        Waits up to three seconds for memory that is being freed. EngineError EOPNOTSUPP without a host tier, ENOSPC and
+        EDQUOT with the figures.
+        """
+        check(lib.gpufs_inodes_check_space(self._handle, list(inos), len(inos), parks))
 
     def inode_revoke(self, ino: int, timeout: float) -> None:
         """Withdraw that memory: all calls on the file fail with ESTALE from now on.

@@ -9,33 +9,37 @@ from __future__ import annotations
 
 import io
 import pickle
-import zipfile
+import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from gpufs.formats import FormatError
-from gpufs.formats.budget import TENSOR_BYTES, Budget
+from gpufs.formats.budget import BoundedFile, Budget
 from gpufs.formats.element_types import IN_SAFETENSORS
 from gpufs.formats.element_types import named as element_named
-from gpufs.formats.safetensors import without_garbage_collection
+from gpufs.formats.layout import MAX_EXTENT
+from gpufs.formats.safetensors import MAX_NAME, without_garbage_collection
 
 MAGIC: Final = b"PK\x03\x04"
 EMPTY_MAGIC: Final = b"PK\x05\x06"  # of an archive without members
-_LOCAL_HEADER_BYTES: Final = 30
-# Where a member's local header has the lengths of the name and of the extra field, which come between it and the data.
-_NAME_LENGTH: Final = slice(26, 28)
-_EXTRA_LENGTH: Final = slice(28, 30)
-# The largest directory: zipfile keeps all of its entries at once, a few hundred thousand.
-_MAX_DIRECTORY: Final = 32 << 20
+_END: Final = struct.Struct("<4s4x2H2L2x")  # of the directory: members here and in all, its bytes and offset
+_LONG_END_PLACE: Final = struct.Struct("<4s4xQ4x")
+_LONG_END: Final = struct.Struct("<4s20x4Q")
+_ENTRY: Final = struct.Struct("<4s4x2H8x2L3H8xL")  # flags, method, bytes stored and of the content, lengths, offset
+_LOCAL: Final = struct.Struct("<4s22x2H")  # the lengths of the name and of the extra field, which precede the data
+_LONG_FIELD: Final = 1  # what an extra field has for numbers that do not fit
+_UTF8: Final = 1 << 11
+_ENCRYPTED: Final = 1
+_MAX_COMMENT: Final = (1 << 16) - 1
+_MEMBER_BYTES: Final = 256
 _PICKLE: Final = "data.pkl"
 _MAX_PICKLE: Final = 1 << 26
 _MAX_DIMENSIONS: Final = 64
 _MAX_DEPTH: Final = 100
-_MAX_NAME: Final = 4096
-_MAX_NUMBER: Final = (1 << 63) - 1
 _SHOWN: Final = 100  # characters of what a file contains, in messages
 # The names of safetensors for the storages of torch, or torch's where it has none. An untyped storage has its dtype in
 # the tensor.
@@ -71,80 +75,74 @@ class Member:
     bytes: int
 
 
-class _ZipInput(io.RawIOBase):
-    """A file for zipfile, over the function that reads."""
-
-    def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
-        self._size = size
-        self._read = read
-        self._position = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise OSError("a position before the start of the file")
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._size - self._position, 0)
-        count = left if size < 0 else min(size, left)
-        if count > _MAX_DIRECTORY:
-            raise FormatError(f"its directory has {count} bytes; at most {_MAX_DIRECTORY} are read")
-        data = self._read(self._position, count) if count else b""
-        self._position += len(data)
-        return data
-
-
-def read_members(size: int, read: Callable[[int, int], bytes]) -> dict[str, Member]:
+def read_members(file: BoundedFile) -> dict[str, Member]:
     """Find the members of a zip archive by name, in the order of its directory.
 
     FormatError if it is damaged, a member is compressed or encrypted, or two members overlap.
     """
-    try:
-        with zipfile.ZipFile(_ZipInput(size, read)) as archive:
-            listed = archive.infolist()
-    except FormatError as error:
-        raise FormatError(f"the zip archive is too large: {error}") from None
-    except (zipfile.BadZipFile, OSError, ValueError, OverflowError, UnicodeError, NotImplementedError) as error:
-        if not zipfile.is_zipfile(_ZipInput(size, read)):
-            raise FormatError("the zip archive has no directory at its end: the file is incomplete") from None
-        raise FormatError(f"the zip archive is damaged: {error}") from None
+    directory = _directory(file)
     members: dict[str, Member] = {}
-    for info in listed:
-        if info.is_dir():
+    place = 0
+    while place < len(directory):
+        if not directory.startswith(b"PK\1\2", place) or place + _ENTRY.size > len(directory):
+            raise FormatError("the zip archive is damaged: its directory has something that is not a member")
+        _, flags, method, stored, size, *lengths, offset = _ENTRY.unpack_from(directory, place)
+        begin, middle = place + _ENTRY.size, place + _ENTRY.size + lengths[0]
+        file.take(_MEMBER_BYTES + 4 * lengths[0])
+        extra = directory[middle : middle + lengths[1]]
+        name = directory[begin:middle].decode("utf-8" if flags & _UTF8 else "cp437", "replace")
+        place = middle + lengths[1] + lengths[2]
+        if name.endswith("/"):
             continue
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            how = "encrypted" if info.flag_bits & 1 else "compressed"
-            text = f"member {info.filename!r} is {how}, so its bytes are not in the file as they are"
+        size, stored, offset = _long_numbers(extra, size, stored, offset)
+        if method or flags & _ENCRYPTED:
+            how = "encrypted" if flags & _ENCRYPTED else "compressed"
+            text = f"member {name!r} is {how}, so its bytes are not in the file as they are"
             raise FormatError(f"{text}: numpy.load() reads compressed arrays")
-        if info.filename in members:
-            raise FormatError(f"member {info.filename!r} appears twice")
-        header = read(info.header_offset, _LOCAL_HEADER_BYTES) if info.header_offset < size else b""
-        if len(header) < _LOCAL_HEADER_BYTES or not header.startswith(MAGIC):
-            raise FormatError(f"no member begins at offset {info.header_offset}, where {info.filename!r} should be")
-        between = sum(int.from_bytes(header[place], "little") for place in (_NAME_LENGTH, _EXTRA_LENGTH))
-        member = Member(info.filename, info.header_offset + _LOCAL_HEADER_BYTES + between, info.file_size)
-        if member.offset + member.bytes > size:
-            raise FormatError(
-                f"member {member.name!r} ends at {member.offset + member.bytes}, and the archive has {size} bytes"
-            )
-        members[member.name] = member
+        if name in members:
+            raise FormatError(f"member {name!r} appears twice")
+        magic, *between = _LOCAL.unpack(file.read(offset, _LOCAL.size))
+        if magic != MAGIC or stored != size:
+            raise FormatError(f"no member of {size} bytes begins at offset {offset}, where {name!r} should be")
+        member = Member(name, offset + _LOCAL.size + sum(between), size)
+        if member.offset + size > file.size:
+            raise FormatError(f"member {name!r} ends at {member.offset + size}, and the archive has {file.size} bytes")
+        members[name] = member
     end = 0
     for member in sorted(members.values(), key=lambda each: each.offset):
         if member.offset < end:
             raise FormatError(f"member {member.name!r} overlaps the one before it")
         end = member.offset + member.bytes
     return members
+
+
+def _directory(file: BoundedFile) -> bytes:
+    """Return the bytes that list the members."""
+    start = max(file.size - _END.size - _MAX_COMMENT, 0)
+    tail = file.read(start, file.size - start)
+    place = tail.rfind(EMPTY_MAGIC, 0, len(tail) - _END.size + len(EMPTY_MAGIC))
+    if place < 0:
+        raise FormatError("the zip archive has no directory at its end: the file is incomplete")
+    *_, size, offset = _END.unpack_from(tail, place)
+    if place >= _LONG_END_PLACE.size:
+        magic, long_end = _LONG_END_PLACE.unpack_from(tail, place - _LONG_END_PLACE.size)
+        if magic == b"PK\6\7":
+            magic, *_, size, offset = _LONG_END.unpack(file.read(long_end, _LONG_END.size))
+            if magic != b"PK\6\6":
+                raise FormatError(f"the zip archive is damaged: its directory does not end at offset {long_end}")
+    return file.read(offset, size)
+
+
+def _long_numbers(extra: bytes, *numbers: int) -> list[int]:
+    """Return the numbers of a member, each from the extra field if that has it."""
+    place, long = 0, b""
+    while place + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, place)
+        place += 4 + length
+        if kind == _LONG_FIELD:
+            long = extra[place - length : place]
+    found = iter(struct.unpack_from(f"<{min(len(long) // 8, len(numbers))}Q", long))
+    return [next(found, number) if number == 0xFFFFFFFF else number for number in numbers]
 
 
 # ---- files of torch.save() ----
@@ -226,83 +224,63 @@ class _StorageType(NamedTuple):
 _TENSOR: Final = object()  # the class torch.Tensor
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
-    numbers = tuple(values) if type(values) in (tuple, list) else values.shape
-    if len(numbers) > _MAX_DIMENSIONS or not all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers):
-        raise FormatError("a tensor of the pickle has a shape or strides that are not unsigned numbers")
-    if prod(numbers) > _MAX_NUMBER:
-        raise FormatError(f"a tensor of the pickle has more than {_MAX_NUMBER} elements")
-    return numbers
+def _need(condition: bool, what: str) -> None:
+    """Raise FormatError unless the condition holds. ``what``: what the pickle has then."""
+    if not condition:
+        raise FormatError(f"the pickle has {what}: use torch.load(), if you trust the file's author")
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    numbers: Any = values.shape if type(values) is Size else values
+    _need(type(numbers) is tuple and len(numbers) <= _MAX_DIMENSIONS, "a shape or strides of another kind")
+    _need(all(type(one) is int and 0 <= one <= MAX_EXTENT for one in numbers), "a shape or strides that are no numbers")
+    return tuple(numbers)
 
 
 def _size(values: Any = ()) -> Size:
-    return Size(_sizes(values))
+    size = Size(_numbers(values))
+    _need(prod(size.shape) <= MAX_EXTENT, f"a tensor of more than {MAX_EXTENT} elements")
+    return size
 
 
 def _tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = False, _: Any = None, metadata: Any = None
 ) -> StoredTensor:
     """Do what torch._utils._rebuild_tensor_v2 does. The hooks before the metadata are ignored by torch.load, too."""
-    if type(storage) is not Storage or type(offset) is not int or not 0 <= offset <= _MAX_NUMBER:
-        raise FormatError("a tensor of the pickle has no storage, or its offset is not an unsigned number")
-    extents, steps = _sizes(shape), _steps(strides)
-    if len(extents) != len(steps):
-        raise FormatError(f"a tensor of the pickle has {len(extents)} extents and {len(steps)} strides")
+    _need(type(storage) is Storage and type(offset) is int and 0 <= offset <= MAX_EXTENT, "a tensor without a storage")
+    extents, steps = _size(shape).shape, _numbers(strides)
+    _need(len(extents) == len(steps), f"a tensor of {len(extents)} extents and {len(steps)} strides")
     bits = metadata if type(metadata) is dict else {}
-    unknown = [str(key)[:_SHOWN] for key in bits if key not in ("conj", "neg")]
-    if unknown:
-        raise FormatError(f"a tensor of the pickle has {unknown[0]!r}, which is not known: use torch.load()")
+    unknown = next((key for key in bits if key not in ("conj", "neg")), None)
+    _need(unknown is None, f"a tensor with {unknown!r}, which is not known")
     tensor = StoredTensor(storage, storage.dtype, offset, extents, steps, bool(requires_grad))
     return tensor._replace(conjugated=bool(bits.get("conj")), negated=bool(bits.get("neg")))
 
 
-def _steps(values: Any) -> tuple[int, ...]:
-    numbers = tuple(values) if type(values) in (tuple, list) else ()
-    if not all(type(one) is int and 0 <= one <= _MAX_NUMBER for one in numbers):
-        raise FormatError("a tensor of the pickle has a shape or strides that are not unsigned numbers")
-    return numbers
-
-
-def _tensor_of_dtype(
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    strides: Any,
-    requires_grad: Any,
-    hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
-) -> StoredTensor:
+def _tensor_of_dtype(*arguments: Any) -> StoredTensor:
     """Do what torch._utils._rebuild_tensor_v3 does, for dtypes whose storage is untyped."""
-    if type(dtype) is not Dtype:
-        raise FormatError("a tensor of the pickle has no dtype")
-    if element_named(dtype.name) is None:
-        raise FormatError(f"a tensor of torch.{dtype.name} cannot be used in place: use torch.load()")
-    return _tensor(storage, offset, shape, strides, requires_grad, hooks, metadata)._replace(dtype=dtype.name)
+    before, dtype, metadata = arguments[:6], arguments[6], arguments[7:]
+    _need(type(dtype) is Dtype, "a tensor without a dtype")
+    _need(element_named(dtype.name) is not None, f"a tensor of torch.{dtype.name}")
+    return _tensor(*before, *metadata)._replace(dtype=dtype.name)
 
 
-def _parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
-    """Do what torch._utils._rebuild_parameter does."""
-    if type(data) is not StoredTensor:
-        raise FormatError("a parameter of the pickle is not a tensor")
-    return data._replace(requires_grad=bool(requires_grad), is_parameter=True)
-
-
-def _parameter_with_attributes(data: Any, requires_grad: Any, _: Any, state: Any) -> StoredTensor:
-    """Do what torch._utils._rebuild_parameter_with_state does."""
-    return _with_attributes(_parameter(data, requires_grad), state)
+def _parameter(data: Any, requires_grad: Any, _: Any = None, state: Any = None) -> StoredTensor:
+    """Do what torch._utils._rebuild_parameter does, and _rebuild_parameter_with_state."""
+    _need(type(data) is StoredTensor, "a parameter that is not a tensor")
+    parameter: StoredTensor = data._replace(requires_grad=bool(requires_grad), is_parameter=True)
+    return parameter if state is None else _with_attributes(parameter, state)
 
 
 def _tensor_with_attributes(rebuild: Any, kind: Any, arguments: Any, state: Any) -> StoredTensor:
     """Do what torch._tensor._rebuild_from_type_v2 does for torch.Tensor itself."""
-    if rebuild not in (_tensor, _tensor_of_dtype) or kind is not _TENSOR or type(arguments) is not tuple:
-        raise FormatError("the pickle has a subclass of torch.Tensor: use torch.load(), if you trust the file's author")
+    plain = rebuild in (_tensor, _tensor_of_dtype) and kind is _TENSOR and type(arguments) is tuple
+    _need(plain, "a subclass of torch.Tensor")
     return _with_attributes(rebuild(*arguments), state)
 
 
 def _with_attributes(tensor: StoredTensor, state: Any) -> StoredTensor:
-    if state is not None and type(state) is not dict:
-        raise FormatError("a tensor of the pickle has attributes that are not a dict")
+    _need(state is None or type(state) is dict, "attributes of a tensor that are not a dict")
     return tensor._replace(attributes=state)
 
 
@@ -311,34 +289,18 @@ def _ordered_dict() -> OrderedDict[Any, Any]:
 
 
 def _device(kind: Any, index: Any = None) -> TorchDevice:
-    if type(kind) is not str or not (index is None or type(index) is int):
-        raise FormatError("the pickle has a device without a name")
+    _need(type(kind) is str and (index is None or type(index) is int), "a device without a name")
     return TorchDevice(kind[:_SHOWN], index)
 
 
 def _layout(name: Any) -> TorchLayout:
-    if type(name) is not str:
-        raise FormatError("the pickle has a layout without a name")
+    _need(type(name) is str, "a layout without a name")
     return TorchLayout(name[:_SHOWN])
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
-    if type(real) is not float or type(imaginary) is not float:
-        raise FormatError("the pickle has a complex number of something that is not a number")
+    _need(type(real) is float and type(imaginary) is float, "a complex number that is none")
     return complex(real, imaginary)
-
-
-def _encoded(text: Any, encoding: Any) -> bytes:
-    """Return what stands for bytes in protocol 2, which has none of Python 3."""
-    if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise FormatError("the pickle has bytes in an encoding that is not known")
-    return text.encode("latin-1")
-
-
-def _bytearray(content: Any = b"", encoding: Any = "latin-1") -> bytearray:
-    if type(content) is not bytes:
-        content = _encoded(content, encoding)
-    return bytearray(content)
 
 
 _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
@@ -347,162 +309,234 @@ _ALLOWED: Final[Mapping[tuple[str, str], Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
     ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _parameter_with_attributes,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _tensor_with_attributes,
     ("torch", "Tensor"): _TENSOR,
     ("torch", "device"): _device,
     ("torch.serialization", "_get_layout"): _layout,
-    ("_codecs", "encode"): _encoded,
     ("torch.storage", "UntypedStorage"): _StorageType("U8"),
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
     **{("torch", element.name): Dtype(dtype) for dtype, element in IN_SAFETENSORS.items() if element.dlpack >= 0},
     **{("torch", name): Dtype(name) for name in _OTHER_DTYPES},
-    # Protocol 2 has the names of Python 2.
-    **{(module, "bytearray"): _bytearray for module in ("builtins", "__builtin__")},
-    **{(module, "complex"): _complex for module in ("builtins", "__builtin__")},
+    ("builtins", "complex"): _complex,
 }
 
-# What one instruction of a pickle may add: an object, and its place in a container or in the memo.
-_STEP_BYTES: Final = 64
-# The instructions that torch.save() writes, in all protocols.
-_INSTRUCTIONS: Final = (
-    "PROTO FRAME STOP MARK GLOBAL STACK_GLOBAL REDUCE BUILD BINPERSID BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE "
-    "NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 "
-    "BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
-    "APPEND APPENDS EMPTY_DICT SETITEM SETITEMS"
-).split()
+# What an instruction of a pickle takes: it makes an object with its place in a container, or only gives it a place.
+_STEP_BYTES: Final = 96
+_PLACE_BYTES: Final = 32
+_SET_BYTES: Final = 192
+_WIDE_BYTES: Final = 4  # of a character beyond ASCII, beside what others take
+_LEAF_BYTES: Final = 1 << 10  # of a tensor and what names it, for the program
 _ATOMS: Final = (str, int, float, complex, bool, bytes, type(None))
 _KEY_LEAVES: Final = (Dtype, Size, TorchDevice, TorchLayout)
 _DICTS: Final = (dict, OrderedDict, Counter)
 _CONTAINERS: Final = (*_DICTS, list, tuple)
 
 
-class _Unpickler(pickle._Unpickler):
-    """Runs a pickle within a budget. It builds what is listed above, and changes lists and dicts alone.
+# ---- what makes objects of any size ----
 
-    The base class is the one in Python: instructions of the other one cannot be replaced.
-    """
 
-    # What the base class has and its types lack.
-    stack: list[Any]
-    pop_mark: Callable[[], list[Any]]
+def _check_key(budget: Budget, key: Any) -> None:
+    """Check a key of a dict, or an item of a set: its hash must not take long, nor its text much memory."""
+    several = type(key) is tuple and len(key) <= _MAX_DIMENSIONS
+    for part in key if several else (key,):
+        _need(isinstance(part, _ATOMS if several else (*_ATOMS, *_KEY_LEAVES)), "a key that is no text and no number")
+        _need(not isinstance(part, (str, bytes)) or len(part) <= MAX_NAME, f"a key of more than {MAX_NAME} characters")
+    budget.take(_STEP_BYTES)
+
+
+def _set(budget: Budget, items: Any = ()) -> set[Any]:
+    _need(type(items) in (list, tuple), "a set of something that is not a list")
+    budget.take(_SET_BYTES)
+    made = set()
+    for item in items:
+        _check_key(budget, item)
+        made.add(item)
+    return made
+
+
+def _counter(budget: Budget, counts: Any = None) -> Counter[Any]:
+    _need(counts is None or type(counts) is dict, "a Counter of something that is not a dict")
+    made: Counter[Any] = Counter()
+    budget.take(_STEP_BYTES * len(counts or ()))
+    dict.update(made, counts or {})
+    return made
+
+
+def _encoded(budget: Budget, text: Any, encoding: Any) -> bytes:
+    """Return what stands for bytes in protocol 2, which has none of Python 3."""
+    _need(type(text) is str and encoding in ("latin1", "latin-1"), "bytes in an encoding that is not known")
+    budget.take(len(text))
+    return bytes(text, "latin-1")
+
+
+def _bytearray(budget: Budget, content: Any = b"", encoding: Any = "latin-1") -> bytearray:
+    if type(content) is not bytes:
+        content = _encoded(budget, content, encoding)
+    budget.take(len(content))
+    return bytearray(content)
+
+
+_LIMITED: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
+    ("collections", "Counter"): _counter,
+    ("_codecs", "encode"): _encoded,
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "set"): _set,
+}
+
+
+# ---- the instructions ----
+
+
+class _Machine:
+    """Runs a pickle within a budget. It builds what is listed above, and changes lists and dicts alone."""
 
     def __init__(self, data: bytes, folder: str, members: Mapping[str, Member], budget: Budget) -> None:
-        super().__init__(io.BytesIO(data))
-        self.budget = budget
+        self.data = io.BytesIO(data)
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[Any] = []
+        self._budget = budget
         self._folder = folder
         self._members = members
 
-    def find_class(self, module: str, name: str) -> Any:
-        own = {"builtins.set": self._made_set, "__builtin__.set": self._made_set, "collections.Counter": self._counter}
-        allowed = _ALLOWED.get((module, name)) or own.get(f"{module}.{name}")
-        if allowed is None:
-            raise FormatError(
-                f"the pickle needs {f'{module}.{name}'[:_SHOWN]}, which is neither a plain tensor nor a container: use "
-                "torch.load(), if you trust the file's author"
-            )
-        return allowed
+    def run(self) -> Any:
+        while (code := self.data.read(1)) != pickle.STOP:
+            cost, instruction = _INSTRUCTIONS[code]
+            self._budget.take(cost)
+            instruction(self)
+        return self.stack.pop()
 
-    def persistent_load(self, identifier: Any) -> Storage:
-        """Return a storage: ("storage", type, key, location, number of elements)."""
-        if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
-            raise FormatError("the pickle refers to something that is not a storage")
-        kind, key = identifier[1:3]
-        if type(kind) is not _StorageType or type(key) is not str:
-            raise FormatError("the pickle refers to something that is not a storage")
-        member = self._members.get(f"{self._folder}data/{key}")
-        if member is None:
-            raise FormatError(f"the pickle refers to storage {key[:_SHOWN]!r}, which the archive does not have")
-        return Storage(kind.dtype, member)
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
 
-    def load_appends(self) -> None:
-        items = self.pop_mark()
-        if type(self.stack[-1]) is not list:
-            raise FormatError("the pickle appends to something that is not a list")
+    def number(self, count: int, *, signed: bool = False) -> int:
+        return int.from_bytes(self.data.read(count), "little", signed=signed)
+
+    def pop(self, count: int) -> list[Any]:
+        """Take the last values."""
+        place = len(self.stack) - count
+        _need(place >= 0, "too few values for an instruction")
+        values = self.stack[place:]
+        del self.stack[place:]
+        return values
+
+    def pop_mark(self) -> list[Any]:
+        """Take the values since the last mark."""
+        return self.pop(len(self.stack) - self.marks.pop())
+
+    def remember(self, place: int) -> None:
+        _need(place <= len(self.memo), "its objects numbered in another order than torch.save() does")
+        self.memo[place : place + 1] = self.stack[-1:]
+
+    def binary(self, width: int) -> bytes:
+        count = self.number(width)
+        self._budget.take(2 * count)
+        return self.data.read(count)
+
+    def text(self, width: int) -> str:
+        data = self.binary(width)
+        if not data.isascii():
+            self._budget.take(_WIDE_BYTES * len(data))
+        return data.decode("utf-8", "surrogatepass")
+
+    def append(self, items: list[Any]) -> None:
+        _need(type(self.stack[-1]) is list, "something that is no list, to which it appends")
         self.stack[-1].extend(items)
 
-    def load_append(self) -> None:
-        item = self.stack.pop()
-        if type(self.stack[-1]) is not list:
-            raise FormatError("the pickle appends to something that is not a list")
-        self.stack[-1].append(item)
-
-    def load_setitems(self) -> None:
-        self._set(self.pop_mark())
-
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
-
-    def _set(self, items: list[Any]) -> None:
+    def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) not in _DICTS:
-            raise FormatError("the pickle sets items of something that is not a dict")
+        _need(type(target) in _DICTS, "something that is no dict, of which it sets items")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            self._check_key(key)
+            _check_key(self._budget, key)
             target[key] = value
 
-    def _check_key(self, key: Any) -> None:
-        # The hash of a nested tuple can take for ever.
-        if not isinstance(key, (*_ATOMS, *_KEY_LEAVES)) and not (
-            type(key) is tuple and all(isinstance(one, _ATOMS) for one in key)
-        ):
-            raise FormatError("the pickle has a dict or set with keys that are neither texts nor numbers")
-        self.budget.take(0)  # colliding keys take time
+    def find(self, module: str, name: str) -> None:
+        # Protocol 2 has the names of Python 2.
+        place = ("builtins" if module == "__builtin__" else module, name)
+        if place in _LIMITED:
+            self.push(partial(_LIMITED[place], self._budget))
+            return
+        _need(place in _ALLOWED, f"{module[:_SHOWN]}.{name[:_SHOWN]}, which is neither a plain tensor nor a container")
+        self.push(_ALLOWED[place])
 
-    def _made_set(self, items: Any = ()) -> set[Any]:
-        if type(items) not in (list, tuple):
-            raise FormatError("the pickle has a set of something that is not a list")
-        made = set()
-        for item in items:
-            self.budget.take(_STEP_BYTES)
-            self._check_key(item)
-            made.add(item)
-        return made
+    def call(self) -> None:
+        function, arguments = self.pop(2)
+        _need(type(arguments) is tuple, "a call without a tuple of arguments")
+        self.push(function(*arguments))
 
-    def _counter(self, counts: Any = None) -> Counter[Any]:
-        if counts is not None and type(counts) is not dict:
-            raise FormatError("the pickle has a Counter of something that is not a dict")
-        made: Counter[Any] = Counter()
-        self.budget.take(_STEP_BYTES * len(counts or ()))
-        dict.update(made, counts or {})
-        return made
+    def load_storage(self) -> None:
+        """Replace ("storage", type, key, location, number of elements) by the storage."""
+        (identifier,) = self.pop(1)
+        _need(type(identifier) is tuple and len(identifier) == 5, "a reference to something that is not a storage")
+        what, kind, key = identifier[:3]
+        known = what == "storage" and type(kind) is _StorageType and type(key) is str and len(key) <= MAX_NAME
+        _need(known, "a reference to something that is not a storage")
+        name = f"{self._folder}data/{key}"
+        _need(name in self._members, f"a reference to storage {key!r}, which the archive does not have")
+        self.push(Storage(kind.dtype, self._members[name]))
 
-    def load_build(self) -> None:
-        state = self.stack.pop()
+    def set_state(self) -> None:
+        (state,) = self.pop(1)
         # The dict of a module has its version in an attribute.
-        if type(self.stack[-1]) is not OrderedDict or type(state) is not dict:
-            raise FormatError("the pickle sets attributes of something that is not a dict of a module")
-        if any(type(name) is not str or hasattr(OrderedDict, name) for name in state):
-            raise FormatError("the pickle replaces attributes of a dict")
+        _need(type(self.stack[-1]) is OrderedDict and type(state) is dict, "attributes of no dict of a module")
+        fits = all(type(name) is str and not hasattr(OrderedDict, name) for name in state)
+        _need(fits, "attributes that replace those of a dict")
+        self._budget.take(_STEP_BYTES * len(state))
         vars(self.stack[-1]).update(state)
 
 
-def _within_budget(instruction: Callable[[Any], None]) -> Callable[[Any], None]:
-    def step(unpickler: _Unpickler) -> None:
-        unpickler.budget.take(_STEP_BYTES)
-        instruction(unpickler)
-
-    return step
-
-
-def _dispatch() -> dict[int, Callable[[Any], None]]:
-    """Return what carries out each instruction, by its code."""
-    own = {
-        "APPEND": _Unpickler.load_append,
-        "APPENDS": _Unpickler.load_appends,
-        "SETITEM": _Unpickler.load_setitem,
-        "SETITEMS": _Unpickler.load_setitems,
-        "BUILD": _Unpickler.load_build,
-    }
-    table = {}
-    for name in _INSTRUCTIONS:
-        code = getattr(pickle, name)[0]
-        table[code] = _within_budget(own.get(name, pickle._Unpickler.dispatch[code]))
-    return table
-
-
-_Unpickler.dispatch = _dispatch()
+_Instruction: TypeAlias = Callable[[_Machine], object]
+# Those that torch.save() writes, in all protocols. They give an object a place, or make one.
+_PLACING: Final[Mapping[bytes, _Instruction]] = {
+    pickle.PROTO: lambda machine: machine.data.read(1),
+    pickle.FRAME: lambda machine: machine.data.read(8),
+    pickle.NONE: lambda machine: machine.push(None),
+    pickle.NEWTRUE: lambda machine: machine.push(True),
+    pickle.NEWFALSE: lambda machine: machine.push(False),
+    pickle.EMPTY_TUPLE: lambda machine: machine.push(()),
+    pickle.BININT1: lambda machine: machine.push(machine.number(1)),
+    pickle.BINGET: lambda machine: machine.push(machine.memo[machine.number(1)]),
+    pickle.LONG_BINGET: lambda machine: machine.push(machine.memo[machine.number(4)]),
+    pickle.BINPUT: lambda machine: machine.remember(machine.number(1)),
+    pickle.LONG_BINPUT: lambda machine: machine.remember(machine.number(4)),
+    pickle.MEMOIZE: lambda machine: machine.remember(len(machine.memo)),
+}
+_MAKING: Final[Mapping[bytes, _Instruction]] = {
+    pickle.MARK: lambda machine: machine.marks.append(len(machine.stack)),
+    pickle.GLOBAL: lambda machine: machine.find(*(machine.data.readline(MAX_NAME)[:-1].decode() for _ in range(2))),
+    pickle.STACK_GLOBAL: lambda machine: machine.find(*machine.pop(2)),
+    pickle.REDUCE: _Machine.call,
+    pickle.BUILD: _Machine.set_state,
+    pickle.BINPERSID: _Machine.load_storage,
+    pickle.BININT: lambda machine: machine.push(machine.number(4, signed=True)),
+    pickle.BININT2: lambda machine: machine.push(machine.number(2)),
+    pickle.LONG1: lambda machine: machine.push(machine.number(machine.number(1), signed=True)),
+    pickle.BINFLOAT: lambda machine: machine.push(*struct.unpack(">d", machine.data.read(8))),
+    pickle.TUPLE: lambda machine: machine.push(tuple(machine.pop_mark())),
+    pickle.TUPLE1: lambda machine: machine.push(tuple(machine.pop(1))),
+    pickle.TUPLE2: lambda machine: machine.push(tuple(machine.pop(2))),
+    pickle.TUPLE3: lambda machine: machine.push(tuple(machine.pop(3))),
+    pickle.EMPTY_LIST: lambda machine: machine.push([]),
+    pickle.APPEND: lambda machine: machine.append(machine.pop(1)),
+    pickle.APPENDS: lambda machine: machine.append(machine.pop_mark()),
+    pickle.EMPTY_DICT: lambda machine: machine.push({}),
+    pickle.SETITEM: lambda machine: machine.set_items(machine.pop(2)),
+    pickle.SETITEMS: lambda machine: machine.set_items(machine.pop_mark()),
+    pickle.BINUNICODE: lambda machine: machine.push(machine.text(4)),
+    pickle.SHORT_BINUNICODE: lambda machine: machine.push(machine.text(1)),
+    pickle.BINUNICODE8: lambda machine: machine.push(machine.text(8)),
+    pickle.BINSTRING: lambda machine: machine.push(machine.text(4)),
+    pickle.SHORT_BINSTRING: lambda machine: machine.push(machine.text(1)),
+    pickle.BINBYTES: lambda machine: machine.push(machine.binary(4)),
+    pickle.SHORT_BINBYTES: lambda machine: machine.push(machine.binary(1)),
+    pickle.BINBYTES8: lambda machine: machine.push(machine.binary(8)),
+}
+_INSTRUCTIONS: Final = {
+    code: (cost, instruction)
+    for table, cost in ((_PLACING, _PLACE_BYTES), (_MAKING, _STEP_BYTES))
+    for code, instruction in table.items()
+}
 
 
 def pickle_name(names: Mapping[str, Member]) -> str | None:
@@ -511,25 +545,24 @@ def pickle_name(names: Mapping[str, Member]) -> str | None:
 
 
 @without_garbage_collection()
-def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
+def read_torch_archive(file: BoundedFile, members: Mapping[str, Member]) -> Any:
     """Read what torch.save() has written, with a Leaf in the place of each tensor, storage, dtype and size.
 
     FormatError if it is damaged, or its pickle needs more than tensors and containers, or more time or memory than
     headers may take.
     """
-    members = read_members(size, read)
     name = pickle_name(members)
     if name is None:
         raise FormatError("the zip archive has no data.pkl, so it is not a file of torch.save()")
     folder = name.removesuffix(_PICKLE)
     order = members.get(f"{folder}byteorder")
-    if order is not None and read(order.offset, min(order.bytes, _SHOWN)).strip() != b"little":
+    if order is not None and file.read(order.offset, min(order.bytes, _SHOWN)).strip() != b"little":
         raise FormatError("the tensors were written on a machine of another byte order: load them with torch.load()")
     place = members[name]
     if place.bytes > _MAX_PICKLE:
         raise FormatError(f"the pickle has {place.bytes} bytes; at most {_MAX_PICKLE} are read")
     try:
-        return _Unpickler(read(place.offset, place.bytes), folder, members, Budget()).load()
+        return _Machine(file.read(place.offset, place.bytes), folder, members, file).run()
     except FormatError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes
@@ -537,25 +570,25 @@ def read_torch_archive(size: int, read: Callable[[int, int], bytes]) -> Any:
         raise FormatError(f"the pickle is damaged: {type(error).__name__}: {text}") from None
 
 
-def named(value: Any) -> Iterator[tuple[str, StoredTensor]]:
+def named(value: Any, budget: Budget) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors in what read_torch_archive() returns. Names are the keys and positions that lead to them.
 
     FormatError if it is nested too deeply, or what it shares makes too many names.
     """
-    budget = Budget()
     without: set[int] = set()  # containers that lead to no tensor
 
     def below(value: Any, name: str, depth: int) -> Iterator[tuple[str, StoredTensor]]:
         if isinstance(value, StoredTensor):
-            budget.take(TENSOR_BYTES + len(name))
+            budget.take(_LEAF_BYTES // 2 + len(name))
             yield name, value
         elif type(value) in _CONTAINERS and id(value) not in without:
             budget.take(_STEP_BYTES)
             _check_depth(depth)
             found = False
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                budget.take(0)
                 path = f"{name}.{key}" if name else str(key)
-                if len(path) > _MAX_NAME:
+                if len(path) > MAX_NAME:
                     raise FormatError(f"the name {path[:_SHOWN]!r}... has {len(path)} characters")
                 for pair in below(item, path, depth + 1):
                     found = True
@@ -571,22 +604,25 @@ def _check_depth(depth: int) -> None:
         raise FormatError(f"the pickle has containers that are nested more than {_MAX_DEPTH} deep")
 
 
-def restore(value: Any, make: Callable[[Leaf], Any]) -> Any:
+def restore(value: Any, make: Callable[[Leaf], Any], budget: Budget) -> Any:
     """Return the object that was saved. ``make`` makes what stands for a leaf; what was one object stays one."""
     known: dict[int, Any] = {}
 
     def made(value: Any, depth: int) -> Any:
         if isinstance(value, (StoredTensor, Storage, *_KEY_LEAVES)):
             if id(value) not in known:
+                attributes = (isinstance(value, StoredTensor) and value.attributes) or {}
+                budget.take(_LEAF_BYTES + _STEP_BYTES * len(attributes))
                 known[id(value)] = leaf = make(value)  # first: its attributes may lead to it
-                if isinstance(value, StoredTensor) and value.attributes:
-                    vars(leaf).update(made(value.attributes, depth + 1))
+                if attributes:
+                    vars(leaf).update(made(attributes, depth + 1))
             return known[id(value)]
         if type(value) not in (*_CONTAINERS, set):
             return value
         if id(value) in known:
             return known[id(value)]
         _check_depth(depth)
+        budget.take(_STEP_BYTES * (1 + len(value)))
         if type(value) is tuple:
             known[id(value)] = result = tuple(made(item, depth + 1) for item in value)
             return result
@@ -599,6 +635,7 @@ def restore(value: Any, make: Callable[[Leaf], Any]) -> Any:
             for key, item in value.items():  # update() of a Counter adds
                 result[made(key, depth + 1)] = made(item, depth + 1)
         if type(value) is OrderedDict:
+            budget.take(_STEP_BYTES * len(vars(value)))
             vars(result).update(vars(value))
         return result
 

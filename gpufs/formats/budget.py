@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Self
 
 from gpufs.formats import FormatError
 
-# A file of 100,000 tensors takes about half of either in the slowest format, torch.save().
 SECONDS: Final = 10.0
 BYTES: Final = 256 << 20
-# A tensor is kept as this, besides its name.
-TENSOR_BYTES: Final = 1 << 10
-_CHECKED_STEPS: Final = 256
-
-
-# A number, a text or a container of JSON takes at least this, with its place in a container.
+# What the clock is read for: so many steps, or a step that allocates so much.
+_CHECKED_STEPS: Final = 32
+_LARGE_STEP: Final = 1 << 20
+# What JSON takes: an element with its place in a container, and a pair of an object beside that.
 _ELEMENT_BYTES: Final = 64
+_PAIR_BYTES: Final = 256
 
 
-def check_json(text: str) -> None:
-    """Raise FormatError if JSON would take more memory than a header may. Each element has one of these characters."""
-    elements = sum(map(text.count, ",[{"))
-    if elements * _ELEMENT_BYTES > BYTES:
-        raise FormatError(
-            f"its header has {elements} elements of JSON: they need more than {BYTES >> 20} MiB of memory"
-        )
+class BudgetExceeded(FormatError):
+    """The header takes more time or memory than it may."""
 
 
 class Budget:
@@ -37,10 +32,43 @@ class Budget:
         self._end = time.thread_time() + SECONDS
 
     def take(self, count: int) -> None:
-        """Take memory, and check the time now and then. FormatError if nothing is left."""
+        """Take memory before it is allocated, and check the time now and then. FormatError if nothing is left."""
         self._bytes -= count
         if self._bytes < 0:
-            raise FormatError(f"its header needs more than {BYTES >> 20} MiB of memory")
+            raise BudgetExceeded(f"listing its tensors takes more than {BYTES >> 20} MiB of memory")
         self._steps += 1
-        if self._steps % _CHECKED_STEPS == 0 and time.thread_time() > self._end:
-            raise FormatError(f"its header takes more than {SECONDS:g} s to read")
+        if (self._steps % _CHECKED_STEPS == 0 or count >= _LARGE_STEP) and time.thread_time() > self._end:
+            raise BudgetExceeded(f"listing its tensors takes more than {SECONDS:g} s")
+
+    def take_json(self, data: bytes) -> None:
+        """Take what JSON needs: its text and its texts, and the elements. Each of these has one of the characters."""
+        plain = data.isascii() and b"\\u" not in data
+        self.take((2 if plain else 8) * len(data))
+        self.take(_ELEMENT_BYTES * sum(map(data.count, (b",", b"[", b"{"))) + _PAIR_BYTES * data.count(b":"))
+
+
+class BoundedFile(Budget):
+    """A file whose header is read. What is read is taken from the budget."""
+
+    def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
+        """``read``: returns bytes of the file, from an offset and their number."""
+        super().__init__()
+        self.size = size
+        self._read = read
+
+    @classmethod
+    def of(cls, fd: int) -> Self:
+        """Read an open file."""
+        return cls(os.fstat(fd).st_size, lambda offset, count: os.pread(fd, count, offset))
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Return ``count`` bytes from ``offset`` on. FormatError if the file does not have them all."""
+        self.take(count)
+        data = self._read(offset, count) if offset + count <= self.size else b""
+        if len(data) < count:
+            raise FormatError(f"its header goes on to byte {offset + count}, beyond the file's {self.size} bytes")
+        return data
+
+    def beginning(self, count: int) -> bytes:
+        """Return the first ``count`` bytes, or all of a smaller file."""
+        return self.read(0, min(count, self.size))

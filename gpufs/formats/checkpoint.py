@@ -5,15 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
 from gpufs.formats import FormatError
-from gpufs.formats.safetensors import MAX_HEADER_BYTES, parse_json
+from gpufs.formats.budget import BoundedFile
+from gpufs.formats.safetensors import parse_json
+from gpufs.syscalls import closed_after
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 FILE_NAME: Final = "model.safetensors"
+_TENSOR_BYTES: Final = 256  # what the place of a tensor takes, besides the path
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +47,7 @@ def find_files(path: str | os.PathLike[str]) -> CheckpointFiles:
         name = found
     if not name.endswith(".json"):
         return CheckpointFiles((name,))
-    folder = os.path.dirname(name)
-    places = {tensor: os.path.join(folder, file) for tensor, file in _read_index(name).items()}
+    places = _read_index(name)
     return CheckpointFiles(tuple(dict.fromkeys(places.values())), places)
 
 
@@ -66,32 +70,41 @@ def link_error(error: OSError, path: str) -> OSError:
 
 
 def _read_index(path: str) -> dict[str, str]:
-    """Return the file of each tensor, in the order of the file names."""
-    try:
-        places = parse_json(_read_text(path))["weight_map"]
-        for name in places.values():
-            parts = PurePosixPath(name).parts
-            if not parts or parts[0] == "/" or ".." in parts:
-                raise ValueError(f"{name!r} is not a file below the index")
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise FormatError(f"{path} is not an index of safetensors files: {error}") from None
+    """Return the path of the file of each tensor, in the order of the files' names."""
+    folder = os.path.dirname(path)
+    paths: dict[str, str] = {}
+    with bounded(path) as file:
+        if file is None:
+            raise OSError(errno.EINVAL, "is not a regular file", path)
+        try:
+            places = parse_json(file.read(0, file.size), file)["weight_map"]
+            for tensor, name in places.items():
+                file.take(_TENSOR_BYTES + len(folder) + len(name))
+                if name not in paths:
+                    parts = PurePosixPath(name).parts
+                    if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
+                        raise ValueError(f"{name[:100]!r} is not a file below the index")
+                    paths[name] = os.path.join(folder, name)
+                places[tensor] = paths[name]
+            if not places:
+                raise ValueError("it names no tensors")
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+            raise FormatError(f"{path}: it is not an index of safetensors files: {error}") from None
     return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
 def read_beginning(path: str, count: int) -> bytes | None:
-    """Return the first bytes of a file; None unless it is a regular one: others may have put anything there."""
+    """Return the first bytes of a file; None unless it is a regular one."""
+    with bounded(path) as file:
+        return None if file is None else file.beginning(count)
+
+
+@contextmanager
+def bounded(path: str) -> Iterator[BoundedFile | None]:
+    """Open a file to read its header. None if it is not a regular one: others may have put a FIFO there."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise link_error(error, path) from None
-    with open(fd, "rb") as file:
-        return file.read(count) if stat.S_ISREG(os.fstat(fd).st_mode) else None
-
-
-def _read_text(path: str) -> str:
-    data = read_beginning(path, MAX_HEADER_BYTES + 1)
-    if data is None:
-        raise OSError(errno.EINVAL, "is not a regular file", path)
-    if len(data) > MAX_HEADER_BYTES:
-        raise ValueError(f"it has more than {MAX_HEADER_BYTES} bytes")
-    return data.decode("utf-8")
+    with closed_after(fd):
+        yield BoundedFile.of(fd) if stat.S_ISREG(os.fstat(fd).st_mode) else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from gpufs.formats import FormatError
-from gpufs.formats.budget import TENSOR_BYTES, Budget
+from gpufs.formats.budget import BoundedFile
+from gpufs.formats.layout import MAX_EXTENT
 
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
@@ -18,6 +18,8 @@ _MAX_DIMENSIONS: Final = 4
 _WINDOW: Final = 1 << 20
 _MAX_NESTED: Final = 8  # arrays of arrays
 _MAX_TEXT: Final = 1 << 24
+_CHARACTER_BYTES: Final = 6  # of a text, encoded, while it is decoded, and decoded
+_TEXT_BYTES: Final = 1 << 10  # with the tensor or the value that it names
 _SHOWN: Final = 100  # characters of a name, in messages
 _STRING: Final = 8
 _ARRAY: Final = 9
@@ -80,21 +82,17 @@ class GgufTensor:
 class _Cursor:
     """Reads the header from front to back, in windows."""
 
-    def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
-        self._size = size
-        self._read = read
+    def __init__(self, file: BoundedFile) -> None:
+        self.file = file
         self._window = b""
         self._start = 0  # of the window in the file
         self.position = 0
-        self.budget = Budget()
 
     def take(self, count: int) -> bytes:
-        if count > self._size - self.position:
-            raise FormatError(f"the header ends beyond the file's {self._size} bytes")
         begin = self.position - self._start
         if begin + count > len(self._window):
             self._start, begin = self.position, 0
-            self._window = self._read(self.position, min(max(count, _WINDOW), self._size - self.position))
+            self._window = self.file.read(self.position, max(count, min(_WINDOW, self.file.size - self.position)))
         self.position += count
         return self._window[begin : begin + count]
 
@@ -105,7 +103,7 @@ class _Cursor:
         length = self.number("<Q")
         if length > _MAX_TEXT:
             raise FormatError(f"a text of the header has {length} bytes; at most {_MAX_TEXT} are read")
-        self.budget.take(TENSOR_BYTES + length)  # of what it is the name, or the value
+        self.file.take(_TEXT_BYTES + _CHARACTER_BYTES * length)
         return self.take(length).decode(errors="replace")
 
     def value(self, kind: int, nested: int = 0) -> Any:
@@ -121,31 +119,29 @@ class _Cursor:
             self.skip(count * struct.calcsize(_SCALARS[inner]))
         elif inner == _STRING:
             for _ in range(count):
-                self.budget.take(0)
+                self.file.take(0)
                 self.skip(self.number("<Q"))
         elif inner == _ARRAY and nested < _MAX_NESTED:
             for _ in range(count):
-                self.budget.take(0)
+                self.file.take(0)
                 self.value(_ARRAY, nested + 1)
         else:
             raise FormatError(f"the metadata has an array of type {inner}, which is not known")
         return f"array of {count}"
 
     def skip(self, count: int) -> None:
-        if count > self._size - self.position:
-            raise FormatError(f"the header ends beyond the file's {self._size} bytes")
         self.position += count
         if self.position - self._start > len(self._window):
             self._window = b""
             self._start = self.position
 
 
-def read_gguf(size: int, read: Callable[[int, int], bytes]) -> tuple[list[GgufTensor], dict[str, str]]:
+def read_gguf(file: BoundedFile) -> tuple[list[GgufTensor], dict[str, str]]:
     """Read the header of a GGUF file: its tensors by offset, and the metadata as text. Arrays are only counted.
 
     FormatError if it is damaged, of an unknown version, or has a type of tensors that is not known.
     """
-    cursor = _Cursor(size, read)
+    cursor = _Cursor(file)
     if cursor.take(len(MAGIC)) != MAGIC:
         raise FormatError("the file does not begin with GGUF")
     version = cursor.number("<I")
@@ -169,7 +165,7 @@ def read_gguf(size: int, read: Callable[[int, int], bytes]) -> tuple[list[GgufTe
         raise FormatError(f"the alignment of {alignment} bytes is not a power of two")
     listed = [_read_info(cursor) for _ in range(count)]
     start = -(-cursor.position // alignment) * alignment
-    tensors = sorted((_placed(*info, start, size) for info in listed), key=lambda tensor: tensor.offset)
+    tensors = sorted((_placed(*info, start, file.size) for info in listed), key=lambda tensor: tensor.offset)
     names: set[str] = set()
     end = 0
     for tensor in tensors:
@@ -188,6 +184,8 @@ def _read_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     if dimensions > _MAX_DIMENSIONS:
         raise FormatError(f"tensor {name[:_SHOWN]!r} has {dimensions} dimensions; GGUF has at most {_MAX_DIMENSIONS}")
     shape = struct.unpack(f"<{dimensions}Q", cursor.take(8 * dimensions))
+    if max(shape, default=0) > MAX_EXTENT:
+        raise FormatError(f"tensor {name[:_SHOWN]!r} has an extent of more than 63 bits")
     return name, tuple(reversed(shape)), cursor.number("<I"), cursor.number("<Q")
 
 

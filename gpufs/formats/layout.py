@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, Self
@@ -11,6 +13,7 @@ from gpufs.formats import FormatError
 
 # The name of an array in a file that names none.
 ARRAY_NAME: Final = "array"
+MAX_EXTENT: Final = (1 << 63) - 1  # of torch and numpy
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Layout:
 
 # ---- files without a header ----
 
-# The extended attribute that register() sets.
+# The extended attribute that register() and create() set.
 TYPE_ATTRIBUTE: Final = "user.tensor"
 _MAX_DIMENSIONS: Final = 64
 _MAX_TEXT: Final = 1024
@@ -86,6 +89,12 @@ class GivenType:
         if needed != size:
             raise FormatError(f"the file has {size} bytes, and {self} needs {needed}")
         return Layout("raw", (TensorPlace(ARRAY_NAME, self.dtype, bits, shape, 0, size),))
+
+
+def note_type(fd: int, kind: GivenType) -> None:
+    """Note the type of an open file, if that is possible."""
+    with suppress(OSError):  # in a file that its owner may not write, or without memory for metadata
+        os.setxattr(fd, TYPE_ATTRIBUTE, str(kind).encode("ascii", "replace"))
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

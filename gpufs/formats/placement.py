@@ -3,14 +3,15 @@
 And the tensors that are copied because they are not.
 """
 
-import json
-import os
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
 
 from gpufs.formats import FormatError, safetensors
+from gpufs.formats.budget import BudgetExceeded
+from gpufs.formats.checkpoint import bounded
+from gpufs.formats.table import read_layout
 
 END: Final = 256  # a GPU's allocations are aligned to that, and so are the tensors of a file whose data begins there
 _WORD: Final = 8  # the strictest alignment of an element
@@ -41,42 +42,19 @@ def best_placement(tensors: Iterable[tuple[int, int]]) -> int:
 def file_placement(path: str) -> int | None:
     """Choose the placement of a file by what is in it.
 
-    None for a file that cannot be read, has no tensors, or is damaged: whatever uses it reports why.
+    None for a file that cannot be read, has no tensors, or is damaged: whatever uses it reports why. FormatError if
+    that took too long: it is not tried again.
     """
-    if not os.path.isfile(path):  # opening a FIFO would wait
-        return None
     try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-
-            def read(offset: int, count: int) -> bytes:
-                return os.pread(file.fileno(), count, offset)
-
-            prefix = read(0, safetensors.LENGTH_BYTES + 1)
-            if prefix.endswith(b"{"):
-                return best_placement(_in_safetensors(read(0, _data_start(prefix, size))))
-            from gpufs.formats.table import read_layout  # which programs of safetensors alone need not load
-
-            found = read_layout(path, size, read)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, FormatError):
+        with bounded(path) as file:
+            found = None if file is None else read_layout(path, file)
+    except BudgetExceeded as error:
+        raise FormatError(f"{path}: {error}") from None
+    except (OSError, FormatError):
         return None
     if found is None or not found.tensors:
         return None
     return best_placement((tensor.offset, tensor.bytes) for tensor in found.tensors)
-
-
-def _data_start(prefix: bytes, size: int) -> int:
-    """Return the offset at which the tensors of a safetensors file begin."""
-    return safetensors.LENGTH_BYTES + safetensors.header_bytes(prefix, size)
-
-
-def _in_safetensors(header: bytes) -> Iterable[tuple[int, int]]:
-    """Offsets and bytes by a header that has not been checked: a wrong one only places the file in another way."""
-    fields = json.loads(header[safetensors.LENGTH_BYTES :])
-    for name, entry in fields.items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            yield len(header) + start, end - start
 
 
 def misplaced(entries: Mapping[str, safetensors.HeaderEntry], address: int) -> frozenset[str]:

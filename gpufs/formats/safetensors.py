@@ -8,19 +8,21 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from math import isinf
 from typing import Any, NamedTuple, NoReturn
 
 from gpufs.formats import FormatError
-from gpufs.formats.budget import check_json
+from gpufs.formats.budget import BoundedFile, Budget
 from gpufs.formats.element_types import IN_SAFETENSORS
+from gpufs.formats.layout import MAX_EXTENT
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
+MAX_NAME = 4096  # characters
 # publish() aligns the tensors' bytes to this.
 DATA_ALIGNMENT = 4096
 # Readers allow no gaps between tensors, so publish() fills those in a pool by tensors with such names.
@@ -29,9 +31,8 @@ PADDING_NAME = "gpufs.padding."
 RELEASED_KEY = "gpufs.released"
 # In the metadata of what publish() writes: what the format cannot express about the tensors.
 RECORDS_KEY = "gpufs"
-_MAX_NUMBER = 2**64 - 1
 # What may be an integer that JSON and Python read as different values. Names of tensors may match, too.
-_UNUSUAL_INTEGER = re.compile(r"-0|[0-9]{20}")
+_UNUSUAL_INTEGER = re.compile(rb"-0|[0-9]{20}")
 _FIELDS = ("dtype", "shape", "data_offsets")
 _METADATA = "__metadata__"
 
@@ -83,18 +84,14 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
     return length
 
 
-def read_header(prefix: bytes, size: int, read: Callable[[int, int], bytes]) -> tuple[int, Header]:
-    """Return where the tensors' bytes begin in a file of ``size`` bytes that begins with ``prefix``, and its header."""
-    length = header_bytes(prefix, size)
-    start = LENGTH_BYTES + length
-    return start, parse_header(read(LENGTH_BYTES, length), size - start)
-
-
 @without_garbage_collection()
-def parse_header(text: bytes, data_bytes: int) -> Header:
-    """Check a header and the offsets in it against the data_bytes bytes that follow it."""
+def read_header(file: BoundedFile) -> tuple[int, Header]:
+    """Return where the tensors' bytes begin, and the header: checked, as are the offsets in it."""
+    length = header_bytes(file.beginning(LENGTH_BYTES), file.size)
+    start = LENGTH_BYTES + length
+    data_bytes = file.size - start
     try:
-        fields = parse_json(text.decode("utf-8"))
+        fields = parse_json(file.read(LENGTH_BYTES, length), file)
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
@@ -124,33 +121,39 @@ def parse_header(text: bytes, data_bytes: int) -> Header:
                 "copy the file here again"
             )
         raise FormatError(f"the tensors end at {end} and the file's data at {data_bytes}")
-    return Header(dict(entries), metadata)
+    return start, Header(dict(entries), metadata)
 
 
-def parse_json(text: str) -> Any:
+def parse_json(data: bytes, budget: Budget | None = None) -> Any:
     """Read JSON as strictly as the format asks: ValueError for a key that appears twice, NaN, or half a character.
 
-    FormatError if it has more elements than a header may have.
+    FormatError if it needs more memory than a header may have.
     """
-    check_json(text)
-    value = json.loads(
-        text,
-        object_pairs_hook=_unique,
-        parse_int=_parse_integer if _UNUSUAL_INTEGER.search(text) else None,  # None: json's own, which is faster
+    (budget or Budget()).take_json(data)
+    return json.loads(
+        data.decode("utf-8"),
+        # An escape can stand for half a character, which no UTF-8 text can hold.
+        object_pairs_hook=_whole if b"\\u" in data else _unique,
+        parse_int=_parse_integer if _UNUSUAL_INTEGER.search(data) else None,  # None: json's own, which is faster
         parse_float=_parse_float,
         parse_constant=_refuse_constant,
     )
-    if "\\u" in text:
-        # An escape can stand for half a character, which no UTF-8 text can hold.
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    return value
+
+
+def _whole(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for text in chain.from_iterable(pairs):
+        if type(text) is str:
+            text.encode("utf-8")
+    return _unique(pairs)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {twice[:100]!r} appears twice")
+        for name, _ in pairs:
+            if name not in unique:
+                raise ValueError(f"the key {name[:100]!r} appears twice")
+            del unique[name]
     return unique
 
 
@@ -171,16 +174,19 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _parse_entry(name: str, value: Any) -> HeaderEntry:
+    if len(name) > MAX_NAME:
+        raise FormatError(f"the name {name[:100]!r}... has {len(name)} characters; at most {MAX_NAME} are read")
     try:
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     except (KeyError, TypeError):
         raise FormatError(f"tensor {name!r} needs the fields {', '.join(_FIELDS)}") from None
     if type(dtype) is not str or dtype not in BITS:
-        raise FormatError(f"tensor {name!r} has the unknown dtype {dtype!r}")
+        text = f"the unknown dtype {dtype[:100]!r}" if type(dtype) is str else "a dtype that is not a text"
+        raise FormatError(f"tensor {name!r} has {text}")
     if not _is_numbers(shape):
-        raise FormatError(f"tensor {name!r}: shape is not a list of unsigned 64-bit numbers")
+        raise FormatError(f"tensor {name!r}: shape is not a list of unsigned 63-bit numbers")
     if not _is_numbers(offsets) or len(offsets) != 2:
-        raise FormatError(f"tensor {name!r}: data_offsets is not a pair of unsigned 64-bit numbers")
+        raise FormatError(f"tensor {name!r}: data_offsets is not a pair of unsigned 63-bit numbers")
     return HeaderEntry(dtype, tuple(shape), *offsets)
 
 
@@ -189,7 +195,7 @@ def _is_numbers(value: Any) -> bool:
         return False
     # A loop is faster than all(), and a header may have 100,000 of these lists.
     for number in value:  # noqa: SIM110
-        if type(number) is not int or not 0 <= number <= _MAX_NUMBER:
+        if type(number) is not int or not 0 <= number <= MAX_EXTENT:
             return False
     return True
 
@@ -198,10 +204,10 @@ def _tensor_bytes(name: str, entry: HeaderEntry) -> int:
     count = 1
     for extent in entry.shape:
         count *= extent
-        if count > _MAX_NUMBER:
+        if count > MAX_EXTENT:
             break
     bits = count * BITS[entry.dtype]
-    if bits > _MAX_NUMBER:
+    if bits > MAX_EXTENT:
         raise FormatError(f"tensor {name!r}: shape {list(entry.shape)} is too large")
     if bits % 8:
         raise FormatError(f"tensor {name!r} does not end at a whole byte")
@@ -211,10 +217,16 @@ def _tensor_bytes(name: str, entry: HeaderEntry) -> int:
 def build_header(entries: Iterable[tuple[str, HeaderEntry]], metadata: Mapping[str, str], *, size: int = 0) -> bytes:
     """Return the first bytes of a file: length and header, padded so that the tensors' bytes begin aligned.
 
-    size: how many bytes these are, if that is given. ValueError if the header is longer.
+    size: how many bytes these are, if that is given. ValueError if the header is longer; TypeError or ValueError for
+    what no reader would accept.
     """
+    for key, value in metadata.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise TypeError(f"metadata: {key!r}: {value!r} are not two texts, as safetensors needs them")
     fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     for name, entry in entries:
+        if name == _METADATA:
+            raise ValueError(f"safetensors files cannot have a tensor called {_METADATA}")
         fields[name] = dict(zip(_FIELDS, (entry.dtype, entry.shape, (entry.start, entry.end)), strict=True))
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     if size and LENGTH_BYTES + len(text) > size:

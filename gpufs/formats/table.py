@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import Final, TypeAlias
+from typing import Final
 
 from gpufs.formats import FormatError, archives, gguf, npy, safetensors
+from gpufs.formats.budget import BoundedFile, BudgetExceeded
 from gpufs.formats.element_types import named
 from gpufs.formats.layout import Layout, TensorPlace
 
@@ -20,8 +21,9 @@ _TAR_MAGIC: Final = 257
 # The number that torch.save pickled first before it wrote zip files.
 _TORCH_LEGACY: Final = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 
-# Returns bytes of a file, from an offset and their number.
-Read: TypeAlias = Callable[[int, int], bytes]
+
+class NotInPlace(FormatError):
+    """The tensors of an archive of torch or numpy are not in the file as they are, or the archive is damaged."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,8 +37,8 @@ class Format:
     # What the name of the first member of a zip archive ends with: one of these.
     first_member: tuple[bytes, ...] = (b"",)
     suffix: str | None = None  # a file whose name ends so has this format, whatever its bytes are
-    # Finds the tensors, from the size of a file and the function that reads it. None: gpufs does not read them.
-    layout: Callable[[int, Read], Layout | None] | None = None
+    # Finds the tensors of a file. None: gpufs does not read them.
+    layout: Callable[[BoundedFile], Layout | None] | None = None
 
     def begins(self, prefix: bytes) -> bool:
         """Return whether a file with this beginning has the format."""
@@ -46,17 +48,18 @@ class Format:
         return prefix[_ZIP_NAME : _ZIP_NAME + length].endswith(self.first_member)
 
 
-def read_layout(name: str, size: int, read: Read) -> Layout | None:
+def read_layout(name: str, file: BoundedFile) -> Layout | None:
     """Find the tensors of a file. A name that ends with .safetensors or .npy decides the format, else the first bytes.
 
-    None if the file has none of these formats, or is a zip archive whose tensors are not in the file as they are:
-    compressed, or below a pickle that needs more than tensors and containers. FormatError if the header is damaged.
+    None if the file has none of these formats. FormatError if the header is damaged; NotInPlace if the file is a zip
+    archive whose tensors are not in it as they are: compressed, or below a pickle that needs more than tensors and
+    containers.
     """
-    prefix = read(0, min(size, PREFIX_BYTES))
+    prefix = file.beginning(PREFIX_BYTES)
     found = next((each for each in FORMATS if each.suffix and name.endswith(each.suffix)), None)
     if found is None:
-        found = SAFETENSORS if _resembles_safetensors(prefix, size) else recognize(prefix)
-    return None if found is None or found.layout is None else found.layout(size, read)
+        found = SAFETENSORS if _resembles_safetensors(prefix, file.size) else recognize(prefix)
+    return None if found is None or found.layout is None else found.layout(file)
 
 
 def recognize(prefix: bytes) -> Format | None:
@@ -74,17 +77,6 @@ def check_safetensors(prefix: bytes) -> None:
         raise FormatError(f"the format is {kind.name}, not safetensors: {kind.remedy}")
 
 
-def reason_against(kind: Format, size: int, read: Read) -> str | None:
-    """Return why read_layout() finds no tensors in an archive of torch or numpy; None for other formats."""
-    if kind not in (TORCH_SAVE, NPZ):
-        return None
-    try:
-        _read_archive(size, read)
-    except FormatError as error:
-        return str(error)
-    return None
-
-
 # ---- the layouts ----
 
 
@@ -96,10 +88,9 @@ def _resembles_safetensors(prefix: bytes, size: int) -> bool:
     return prefix[safetensors.LENGTH_BYTES :].startswith(b"{")
 
 
-def _safetensors_layout(size: int, read: Read) -> Layout:
-    prefix = read(0, min(size, PREFIX_BYTES))
-    check_safetensors(prefix)
-    start, header = safetensors.read_header(prefix, size, read)
+def _safetensors_layout(file: BoundedFile) -> Layout:
+    check_safetensors(file.beginning(PREFIX_BYTES))
+    start, header = safetensors.read_header(file)
     places = (
         TensorPlace(
             name, entry.dtype, safetensors.BITS[entry.dtype], entry.shape, start + entry.start, entry.end - entry.start
@@ -109,8 +100,8 @@ def _safetensors_layout(size: int, read: Read) -> Layout:
     return Layout("safetensors", tuple(places), header.metadata)
 
 
-def _gguf_layout(size: int, read: Read) -> Layout:
-    tensors, metadata = gguf.read_gguf(size, read)
+def _gguf_layout(file: BoundedFile) -> Layout:
+    tensors, metadata = gguf.read_gguf(file)
     places = (
         TensorPlace(
             tensor.name, tensor.type, safetensors.BITS.get(tensor.type, 8), tensor.shape, tensor.offset, tensor.bytes
@@ -120,24 +111,31 @@ def _gguf_layout(size: int, read: Read) -> Layout:
     return Layout("GGUF", tuple(places), metadata)
 
 
-def _npy_layout(size: int, read: Read) -> Layout:
-    return Layout("npy", (npy.read_npy(size, read),))
+def _npy_layout(file: BoundedFile) -> Layout:
+    return Layout("npy", (npy.read_npy(file, 0, file.size),))
 
 
-def _archive_layout(size: int, read: Read) -> Layout | None:
+def _archive_layout(file: BoundedFile) -> Layout | None:
     try:
-        return _read_archive(size, read)
-    except FormatError:
-        return None  # reason_against() has the text
-
-
-def _read_archive(size: int, read: Read) -> Layout | None:
-    members = archives.read_members(size, read)
-    if archives.pickle_name(members) is not None:
-        places = [_place_of_stored(*item) for item in archives.named(archives.read_torch_archive(size, read))]
-        return Layout("torch.save", tuple(sorted(places, key=lambda place: place.offset)))
-    arrays, others = npy.read_npz(members, read)
+        members = archives.read_members(file)
+        if archives.pickle_name(members) is not None:
+            stored = archives.named(archives.read_torch_archive(file, members), file)
+            places = [_place_of_stored(*item) for item in stored]
+            return Layout("torch.save", tuple(sorted(places, key=lambda place: place.offset)))
+        arrays, others = npy.read_npz(members, file)
+    except BudgetExceeded:
+        raise
+    except FormatError as error:
+        raise NotInPlace(str(error)) from None
     return None if members and not arrays else Layout("npz", tuple(arrays), others or None)
+
+
+def _zip_layout(file: BoundedFile) -> Layout | None:
+    """Look for tensors in an archive whose first member shows none."""
+    try:
+        return _archive_layout(file)
+    except NotInPlace:
+        return None
 
 
 def _place_of_stored(name: str, tensor: archives.StoredTensor) -> TensorPlace:
@@ -193,8 +191,8 @@ NPZ: Final = Format(
 ARCHIVES: Final = (
     TORCH_SAVE,
     NPZ,
-    Format("zip", "it has no members", (archives.EMPTY_MAGIC,), layout=_archive_layout),
-    Format("zip", _UNPACK, (archives.MAGIC,), layout=_archive_layout),
+    Format("zip", "it has no members", (archives.EMPTY_MAGIC,), layout=_zip_layout),
+    Format("zip", _UNPACK, (archives.MAGIC,), layout=_zip_layout),
 )
 FORMATS: Final = (
     SAFETENSORS,

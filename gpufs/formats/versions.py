@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Final, Self
 
 from gpufs.formats import FormatError
-from gpufs.formats.layout import Layout, TensorPlace
-from gpufs.formats.safetensors import RECORDS_KEY
-from gpufs.formats.table import Read, read_layout
+from gpufs.formats.budget import BoundedFile, Budget
+from gpufs.formats.layout import Layout
+from gpufs.formats.safetensors import PADDING_NAME, RECORDS_KEY, parse_json
+from gpufs.formats.table import NotInPlace, read_layout
 
 _REMEDY: Final = "Give the new version another name, and load that"
 
@@ -26,15 +26,18 @@ class FileLayout:
     layout: Layout | None
 
     @classmethod
-    def read(cls, name: str, size: int, read: Read) -> Self:
+    def read(cls, name: str, file: BoundedFile) -> Self:
         """Read the layout of a file, as :func:`read_layout` does. FormatError if its header is damaged."""
-        return cls(size, read_layout(name, size, read))
+        try:
+            return cls(file.size, read_layout(name, file))
+        except NotInPlace:
+            return cls(file.size, None)
 
     @classmethod
     def of_file(cls, fd: int, name: str, called: str | None = None) -> Self:
         """Read the layout of an open file. ``name``: its ending may decide the format; ``called``: in an error."""
         try:
-            return cls.read(name, os.fstat(fd).st_size, lambda offset, count: os.pread(fd, count, offset))
+            return cls.read(name, BoundedFile.of(fd))
         except FormatError as error:
             raise FormatError(f"{called or name}: {error}") from None
 
@@ -49,6 +52,12 @@ class FileLayout:
         """The offset of the first tensor; 0 if there is none."""
         return self.layout.tensors[0].offset if self.layout and self.layout.tensors else 0
 
+    @property
+    def starts(self) -> dict[str, int]:
+        """Where each tensor begins, counted from the first one."""
+        places = self.layout.tensors if self.layout else ()
+        return {place.name: place.offset - self.first_tensor for place in places}
+
     def check(self, new: FileLayout, name: str) -> None:
         """Raise FormatError unless ``new`` can take the place of this file, which is called ``name``."""
         if (difference := self.difference(new)) is not None:
@@ -59,35 +68,42 @@ class FileLayout:
         kinds = [each.layout.format if each.layout else "a file of an unknown format" for each in (self, new)]
         if kinds[0] != kinds[1]:
             return f"it is {kinds[0]}, and the new version {kinds[1]}"
-        if self.layout is not None and new.layout is not None:
-            for ours, theirs in zip_longest(self.layout.tensors, new.layout.tensors):
-                if ours != theirs:
-                    return self._of_tensors(new, ours, theirs)
-            if self._records() != new._records():
-                return "the new version has other strides, ties or attributes of tensors"
+        ours, theirs = self._described(), new._described()
+        for parts in (1, 2):  # what a tensor is comes first: where it lies depends on those before it
+            for name in [*ours, *theirs]:
+                here, there = (each.get(name, ("missing",))[:parts] for each in (ours, theirs))
+                if here != there:
+                    return f"tensor {name!r} is {' '.join(here)}, and in the new version {' '.join(there)}"
+        if self.first_tensor != new.first_tensor:
+            return (
+                f"its tensors begin at byte {self.first_tensor}, and in the new version at byte {new.first_tensor}, "
+                "because the header is longer or shorter: gpufs.torch.publish(replace=True) keeps its length, with "
+                "space for some more metadata"
+            )
         if self.size != new.size:
             return f"it has {self.size} bytes, and the new version {new.size}"
         return None
 
-    def _records(self) -> str | None:
-        return ((self.layout.metadata if self.layout else None) or {}).get(RECORDS_KEY)
+    def _described(self) -> dict[str, tuple[str, ...]]:
+        """Return all tensors and what decides about their layout in words: what each is, and where it lies."""
+        if self.layout is None:
+            return {}
+        described: dict[str, tuple[str, ...]] = {}
+        for place in self.layout.tensors:
+            if not place.name.startswith(PADDING_NAME):
+                kind = f"{place.dtype} {_shown(place.shape)}{' in Fortran order' if place.fortran_order else ''}"
+                described[place.name] = kind, f"at byte {place.offset - self.first_tensor} of the tensors"
+        try:
+            records = parse_json((self.layout.metadata or {}).get(RECORDS_KEY, "{}").encode(), Budget())
+            for name, record in records.items():
+                # Attributes, and whether it is a parameter, are the program's: those of each version may be others.
+                if (owner := record.get("same_as") or record.get("entry")) is not None:
+                    view = f"{_shown(record['shape'])}, strides {record['strides']}" if "strides" in record else "all"
+                    described[name] = (f"{view} of the bytes of {owner!r}",)
+        except (ValueError, RecursionError, TypeError, AttributeError, KeyError) as error:
+            raise FormatError(f"the notes of gpufs in the metadata are damaged: {error}") from None
+        return described
 
-    def _of_tensors(self, new: FileLayout, ours: TensorPlace | None, theirs: TensorPlace | None) -> str:
-        if ours is None or theirs is None:
-            return f"only {'the new version' if ours is None else 'it'} has {_described(ours or theirs)}"
-        if self.first_tensor != new.first_tensor and self._from_first() == new._from_first():
-            return (
-                f"its tensors begin at byte {self.first_tensor}, and in the new version at byte {new.first_tensor}, "
-                "because the header is longer or shorter: gpufs.torch.publish(replace=True) keeps its length"
-            )
-        return f"it has {_described(ours)}, and the new version {_described(theirs)}"
 
-    def _from_first(self) -> list[tuple[str, str, tuple[int, ...], int]]:
-        assert self.layout is not None
-        return [(each.name, each.dtype, each.shape, each.offset - self.first_tensor) for each in self.layout.tensors]
-
-
-def _described(place: TensorPlace | None) -> str:
-    assert place is not None
-    shape = "x".join(map(str, place.shape)) or "scalar"
-    return f"tensor {place.name!r}, {place.dtype} {shape}, at byte {place.offset}"
+def _shown(shape: Sequence[object]) -> str:
+    return "x".join(map(str, shape)) or "scalar"

@@ -8,6 +8,7 @@ import os
 import select
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -21,6 +22,10 @@ _MESSAGE_BYTES: Final = 8 << 20  # more than the names that one command can have
 _PIPE_BYTES: Final = 1 << 20
 _ALIVE_SECONDS: Final = 2.0
 _END_SECONDS: Final = 2.0  # for what the other side still says after its end
+# The longest time for one message, or to take a block, while the other side shows that it is alive: it may read a file
+# of a terabyte for its checksum.
+_STALLED_SECONDS: Final = 3600.0
+_LATE_SECONDS: Final = 10.0  # between the end of the results and that of the thread that has sent the files
 _HEADER: Final = struct.Struct(">?I")  # whether it is a message, and its length
 
 _MESSAGES: Final = msgspec.msgpack.Decoder(Message)
@@ -74,7 +79,6 @@ class HostChannel:
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._send_lock = threading.Lock()
         self._block = memoryview(bytearray(BLOCK_BYTES))
-        self._patient = True  # no message has come: ssh may ask for a password
         self._closed = threading.Event()
         self.has_ended = False  # the other side takes no signs of life
         for fd in (incoming, outgoing):
@@ -86,8 +90,7 @@ class HostChannel:
         self._heart: threading.Thread | None = None
 
     def start_alive(self) -> None:
-        """Expect a sign of life of the other side from now on, and send some."""
-        self._patient = False
+        """Send signs of life from now on."""
         self._heart = start_thread(self._beat)
 
     def close(self) -> None:
@@ -112,33 +115,39 @@ class HostChannel:
 
     def receive(self) -> Message | memoryview:
         """Return the next message, or bytes of a file, which are valid until the next call."""
+        deadline = time.monotonic() + _STALLED_SECONDS
+
+        def fill(space: memoryview) -> None:
+            self._fill(space, self._silence, deadline)
+
         while True:
             header = bytearray(_HEADER.size)
-            self._fill(memoryview(header))
+            fill(memoryview(header))
             is_message, size = _HEADER.unpack(header)
-            if size > (_MESSAGE_BYTES if is_message else BLOCK_BYTES):
+            if not 0 < size <= (_MESSAGE_BYTES if is_message else BLOCK_BYTES):
                 raise HostProtocolError(f"a frame of {size} bytes")
             if not is_message:
-                self._fill(self._block[:size])
+                fill(self._block[:size])
                 return self._block[:size]
             content = bytearray(size)
-            self._fill(memoryview(content))
+            fill(memoryview(content))
             try:
                 message: Message = _MESSAGES.decode(content)
-            except (msgspec.DecodeError, UnicodeError) as error:
+            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
                 raise HostProtocolError(str(error)) from None
             if isinstance(message, Refused):
                 raise RefusedError(message.error, message.text, os.fsdecode(message.path))
             if not isinstance(message, Alive):
                 return message
 
-    def read_line(self, most: int) -> bytes:
+    def read_line(self, most: int, seconds: float) -> bytes:
         """Return the next bytes up to a line feed, without it, or ``most`` bytes that have none."""
         line = bytearray()
         byte = bytearray(1)
+        deadline = time.monotonic() + 2 * seconds
         while len(line) < most:
             try:
-                self._fill(memoryview(byte))
+                self._fill(memoryview(byte), seconds, deadline)
             except ConnectionEnded:
                 if not line:
                     raise
@@ -177,7 +186,9 @@ class HostChannel:
             try:
                 count = os.writev(self._outgoing, views)
             except BlockingIOError:
-                self._await(self._outgoing, select.POLLOUT, None)
+                if not self._await(self._outgoing, select.POLLOUT, _STALLED_SECONDS):
+                    text = f"the connection ended: nothing was taken for {_STALLED_SECONDS:.0f} seconds"
+                    raise ConnectionEnded(errno.ETIMEDOUT, text) from None
                 continue
             except BrokenPipeError:
                 raise ConnectionEnded(errno.ECONNRESET, "the connection ended") from None
@@ -186,15 +197,16 @@ class HostChannel:
             if views:
                 views[0] = views[0][count:]
 
-    def _fill(self, space: memoryview) -> None:
+    def _fill(self, space: memoryview, silence: float, deadline: float) -> None:
         while space:
             self.check()
             try:
                 count = os.readv(self._incoming, [space])
             except BlockingIOError:
-                if not self._await(self._incoming, select.POLLIN, None if self._patient else self._silence):
-                    text = f"the connection ended: nothing came for {self._silence:.0f} seconds"
-                    raise ConnectionEnded(errno.ETIMEDOUT, text) from None
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._await(self._incoming, select.POLLIN, min(silence, left)):
+                    what = f"nothing came for {silence:.0f} seconds" if left > silence else "it makes no progress"
+                    raise ConnectionEnded(errno.ETIMEDOUT, f"the connection ended: {what}") from None
                 continue
             except ConnectionResetError:
                 count = 0
@@ -202,7 +214,7 @@ class HostChannel:
                 raise ConnectionEnded(errno.ECONNRESET, "the connection ended")
             space = space[count:]
 
-    def _await(self, fd: int, event: int, seconds: float | None) -> bool:
+    def _await(self, fd: int, event: int, seconds: float) -> bool:
         """Wait until a descriptor is ready, or nothing more can be sent. False if ``seconds`` have passed."""
         poll = select.poll()
         poll.register(fd, event)
@@ -210,16 +222,19 @@ class HostChannel:
             if other is not None:
                 poll.register(other, select.POLLIN)
         # If this process was stopped, time has passed although something has come.
-        return bool(poll.poll(None if seconds is None else seconds * 1000) or poll.poll(0))
+        return bool(poll.poll(seconds * 1000) or poll.poll(0))
 
 
 def exchange(channel: HostChannel, read: Callable[[], None], write: Callable[[], None]) -> None:
     """Send on this thread and receive on another one. An error of one ends both. The one that says most is raised."""
     failures: list[Exception] = []
+    written = threading.Event()
 
     def receive() -> None:
         try:
             read()
+            if not written.wait(_LATE_SECONDS):
+                raise HostProtocolError("the results ended before the files")
         except Exception as error:  # noqa: BLE001 - raised below
             failures.append(error)
             channel.stop()
@@ -228,6 +243,7 @@ def exchange(channel: HostChannel, read: Callable[[], None], write: Callable[[],
     ended: ChannelError | None = None
     try:
         write()
+        written.set()
         thread.join()
     except ConnectionEnded as error:
         ended = error
@@ -235,6 +251,7 @@ def exchange(channel: HostChannel, read: Callable[[], None], write: Callable[[],
     except ChannelError as error:
         ended = error
     finally:
+        written.set()
         channel.stop()
         thread.join()
     for failure in failures:

@@ -33,22 +33,25 @@ from msgspec import Meta
 OLDEST_VERSION: Final = 1
 NEWEST_VERSION: Final = 1
 
+_MOST: Final = 4096  # bytes of a path, characters of a text
+# What the other side sends is checked against these types, and nowhere else if they can say it.
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Errno: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
-Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
-Path: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
+Rate: TypeAlias = Annotated[float, Meta(ge=0, le=1e18)]
+Errno: TypeAlias = Annotated[int, Meta(ge=1, le=4095)]
+Text: TypeAlias = Annotated[str, Meta(max_length=_MOST)]
+Path: TypeAlias = Annotated[bytes, Meta(max_length=_MOST)]
+Way: TypeAlias = Annotated[str, Meta(pattern=r"^(pipe|nixl|direct|hole)\Z")]
+Owner: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 32) - 2)]
+Time: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class HostHello(msgspec.Struct, tag="Hello"):
     """The first message of each side."""
 
-    oldest: int
-    newest: int
+    oldest: Count
+    newest: Count
     program: Text  # the version of gpufs, for messages
     nixl: bool = False  # whether NIXL is installed
-    chains: bool = False  # whether it knows HostRequest.forward
-    selects: bool = False  # whether it knows exact, include, exclude and update of a HostRequest
-    syncs: bool = False  # whether it knows checksum and delete of it
 
     def check(self, host: str) -> None:
         """Raise OSError EPROTONOSUPPORT if the two sides have no version in common."""
@@ -64,10 +67,10 @@ class FileAttributes(msgspec.Struct):
     """The attributes of a file that a copy can keep, named as in os.stat_result."""
 
     st_mode: Annotated[int, Meta(ge=0, le=0xFFFF)]
-    st_uid: Count
-    st_gid: Count
-    st_atime_ns: int
-    st_mtime_ns: int
+    st_uid: Owner
+    st_gid: Owner
+    st_atime_ns: Time
+    st_mtime_ns: Time
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileAttributes:
@@ -87,7 +90,7 @@ class HostRequest(msgspec.Struct, tag="Request"):
     """
 
     sends: bool
-    sources: list[Path]
+    sources: Annotated[list[Path], Meta(min_length=1)]
     destination: Path = b""
     in_directory: bool = False  # the destination must be a directory
     recursive: bool = False
@@ -103,6 +106,9 @@ class HostRequest(msgspec.Struct, tag="Request"):
     update: bool = False
     checksum: bool = False  # update compares contents
     delete: bool = False  # at last remove what the source does not have
+
+    def __post_init__(self) -> None:
+        _check_names(self.destination, *self.sources)
 
     @property
     def patterns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -130,7 +136,7 @@ class Measure(msgspec.Struct, tag=True):
 class Measured(msgspec.Struct, tag=True):
     """The bytes a second by NIXL; 0 if it has failed, with the reason, or if that was not asked."""
 
-    rate: float = 0.0
+    rate: Rate = 0.0
     failure: Text = ""
     in_place: bool = False  # whether the receiver answers InPlace
 
@@ -164,7 +170,7 @@ class Window(msgspec.Struct, tag=True):
 
     metadata: Annotated[bytes, Meta(max_length=1 << 19)] = b""
     address: Count = 0
-    device: int = -1
+    device: Annotated[int, Meta(ge=-1, le=1023)] = -1
 
 
 class Written(msgspec.Struct, tag=True):
@@ -197,6 +203,9 @@ class Link(msgspec.Struct, tag=True):
     target: Path
     attributes: FileAttributes
 
+    def __post_init__(self) -> None:
+        _check_names(self.target)
+
 
 class File(msgspec.Struct, tag=True):
     """A regular file, or a block device. ``path``: for messages. ``on_mount``: whether it is on a gpufs mount.
@@ -214,11 +223,15 @@ class File(msgspec.Struct, tag=True):
     attributes: FileAttributes
     checksum: Text = ""
 
+    def __post_init__(self) -> None:
+        if self.data > self.size:
+            raise ValueError("a file has more data than bytes")
+
 
 class Hole(msgspec.Struct, tag=True):
     """Bytes of a file that are zero and take no space."""
 
-    size: Count
+    size: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class End(msgspec.Struct, tag=True):
@@ -242,15 +255,15 @@ class FileResult(msgspec.Struct, tag="Result"):
 
     number: Count
     path: Path
-    error: Errno = 0
+    error: Annotated[int, Meta(ge=0, le=4095)] = 0
     text: Text = ""
     skipped: bool = False
     size: Count = 0
-    paths: dict[Text, Count] = {}  # bytes by "pipe" and "nixl", and in holes
+    paths: dict[Way, Count] = {}  # the bytes by each
     checksum: Text = ""  # SHA-256, if verified
     hop: Count = 0
     source: Path = b""
-    seconds: float = 0.0
+    seconds: Rate = 0.0
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -310,13 +323,23 @@ class Alive(msgspec.Struct, tag=True):
     """The sender of this message is running."""
 
 
-OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | FilesDone
+OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Failed | FilesDone
 _OfReceiver: TypeAlias = FileResult | Deleted | Finished
 _OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free | InPlace | Window | Written
 _OfChain: TypeAlias = Lost | Notice | Moved
-Message: TypeAlias = HostHello | HostRequest | OfSender | _OfReceiver | _OfNixl | _OfChain | Failed | Refused | Alive
+Message: TypeAlias = HostHello | HostRequest | OfSender | _OfReceiver | _OfNixl | _OfChain | Refused | Alive
 
 
 def plain(text: str) -> str:
     """Return a text that a message can have: file names in it may be no text."""
-    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")[:4096]
+    return text.encode(errors="surrogateescape").decode(errors="backslashreplace")[:_MOST]
+
+
+def shown(path: str) -> bytes:
+    """Return a path that a message can have: its end, if it is longer than the kernel takes at once."""
+    return os.fsencode(path)[-_MOST:]
+
+
+def _check_names(*names: bytes) -> None:
+    if any(b"\0" in name for name in names):
+        raise ValueError("a name has a null byte")

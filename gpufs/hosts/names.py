@@ -33,7 +33,8 @@ def is_host_name(name: str) -> bool:
 def parse(name: str) -> HostName:
     """Return the parts of a name. OSError EINVAL if ssh could not reach such a host."""
     match = _NAME.fullmatch(name)
-    assert match is not None
+    if match is None:
+        raise OSError(errno.EINVAL, "is not HOST:PATH", name)
     host, path = match.groups()
     if not _HOST.fullmatch(host):
         text = "has no host before the colon" if not host else f"{host!r} is not a host"

@@ -65,7 +65,7 @@ class NextHost:
         shell, program = self._shell, self._program
         try:
             with connected(self._hosts, shell=shell, program=program, cancel=self._cancel, notice=self._notice) as peer:
-                peer.request(self._request)
+                peer.channel.send(self._request)
                 outlet = Outlet(peer.channel, self._notice_of_peer, peer_has_nixl=peer.has_nixl)
                 try:
                     exchange(peer.channel, lambda: self._read(peer, outlet), lambda: self._write(peer.channel, outlet))
@@ -104,7 +104,7 @@ class NextHost:
                 match message:
                     case messages.Free() | messages.Measured():
                         outlet.take(message)
-                    case messages.FileResult() | messages.Failed() | messages.Lost():
+                    case messages.FileResult() | messages.Failed() | messages.Lost() if message.hop < len(self._hosts):
                         message.hop += 1
                         self._tell(message)
                     case messages.Notice():

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from queue import Empty, SimpleQueue
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from gpufs.hosts import nixl
-from gpufs.hosts.channel import BLOCK_BYTES, ConnectionEnded, HostChannel
+from gpufs.hosts.channel import BLOCK_BYTES, ConnectionEnded, HostChannel, HostProtocolError
 from gpufs.hosts.messages import Chosen, Free, InPlace, Measure, Measured, Slot, Window, Written, plain
 from gpufs.hosts.nixl import Nixl, Region
 from gpufs.units import rate_text
@@ -46,12 +46,15 @@ class Outlet:
 
     def take(self, message: Measured | Free | Window) -> None:
         """Take what the receiver has answered."""
+        queue: SimpleQueue[Any] = self._answers
+        answer: object = message
         if isinstance(message, Free):
-            self._free.put(message.number)
+            queue, answer = self._free, message.number
         elif isinstance(message, Window):
-            self._windows.put(message)
-        else:
-            self._answers.put(message)
+            queue = self._windows
+        if queue.qsize() >= nixl.SLOTS or (isinstance(message, Free) and message.number >= nixl.SLOTS):
+            raise HostProtocolError("an answer that was not asked for")
+        queue.put(answer)
 
     def end(self) -> None:
         """Nothing more is received."""

@@ -22,7 +22,7 @@ from gpufs.hosts.channel import (
     HostProtocolError,
     RefusedError,
 )
-from gpufs.hosts.messages import NEWEST_VERSION, OLDEST_VERSION, HostHello, HostRequest
+from gpufs.hosts.messages import NEWEST_VERSION, OLDEST_VERSION, HostHello
 from gpufs.hosts.names import HostName, ssh_argument
 from gpufs.syscalls import start_thread
 
@@ -33,14 +33,13 @@ COMMAND: Final = "serve-copy"
 GREETING: Final = b"gpufs copy"
 _GREETING_BYTES: Final = 256
 _SILENCE_SECONDS: Final = 10.0
+_PASSWORD_SECONDS: Final = 600.0  # for the question of ssh, which comes first
 _END_SECONDS: Final = 1.0
 _NOT_FOUND: Final = 127  # the exit code of shells
 
 
 def our_hello() -> HostHello:
-    return HostHello(
-        OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed(), chains=True, selects=True, syncs=True
-    )
+    return HostHello(OLDEST_VERSION, NEWEST_VERSION, __version__, nixl.is_installed())
 
 
 def encoded(text: str) -> str:
@@ -64,7 +63,7 @@ class Peer:
         self, host: str, shell: str, program: str, cancel: CancelSignal | None = None, *, passes_on: bool = False
     ) -> None:
         self.host = host
-        self.has_nixl = self._passes_on = self._selects = self._syncs = False
+        self.has_nixl = False
         try:
             words = shlex.split(shell)
         except ValueError as error:
@@ -97,7 +96,7 @@ class Peer:
 
     def greet(self) -> None:
         """Wait for the other side, and agree on a version. OSError if that fails."""
-        line = self.channel.read_line(_GREETING_BYTES)
+        line = self.channel.read_line(_GREETING_BYTES, _PASSWORD_SECONDS)
         if line != GREETING:
             text = f"{line.decode(errors='backslashreplace')!r} came instead of gpufs: is it printed by a shell's file?"
             raise OSError(errno.EPROTO, text, self.host)
@@ -107,23 +106,7 @@ class Peer:
             raise HostProtocolError("no hello")
         hello.check(self.host)
         self.has_nixl = hello.nixl
-        self._passes_on = hello.chains
-        self._selects = hello.selects
-        self._syncs = hello.syncs
         self.channel.start_alive()
-
-    def request(self, request: HostRequest) -> None:
-        """Send what the other side shall do."""
-        if request.forward and not self._passes_on:
-            text = "gpufs there is older and passes nothing on to other machines: install the same gpufs on all"
-            raise OSError(errno.EPROTONOSUPPORT, text, self.host)
-        if (request.exact or request.include or request.exclude or request.update) and not self._selects:
-            text = "gpufs there is older and knows no -T, -u, --include and --exclude: install the same gpufs on all"
-            raise OSError(errno.EPROTONOSUPPORT, text, self.host)
-        if (request.checksum or request.delete) and not self._syncs:
-            text = "gpufs there is older and knows no --checksum and --delete: install the same gpufs on all"
-            raise OSError(errno.EPROTONOSUPPORT, text, self.host)
-        self.channel.send(request)
 
     def explain(self, error: ChannelError) -> OSError:
         """Return an error of the channel for the user: the host, and why its connection has ended."""

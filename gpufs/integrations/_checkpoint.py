@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpufs.formats import FormatError, safetensors
+from gpufs.formats.budget import BoundedFile
 from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.integrations._sharing import Loaded, ModelServer, is_on_mount
 from gpufs.torch._tensor_file import TensorFile
@@ -129,10 +130,9 @@ def _identity_before(path: str) -> list[Any] | None:
             length = safetensors.header_bytes(file.read(safetensors.LENGTH_BYTES), size)
             if safetensors.LENGTH_BYTES + length < size:
                 return None
-            identity = safetensors.parse_json(
-                safetensors.parse_json(file.read(length).decode())["__metadata__"][safetensors.RELEASED_KEY]
-            )
-    except (OSError, ValueError, KeyError, TypeError):
+            metadata = safetensors.parse_json(file.read(length))["__metadata__"]
+            identity = safetensors.parse_json(metadata[safetensors.RELEASED_KEY].encode())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # the server reports what is wrong with it
     return identity if type(identity) is list else None
 
@@ -147,8 +147,7 @@ def _free_tensors(path: Path, identity: list[Any], directory: Path) -> int:
     if status.st_uid != os.geteuid():
         raise FormatError(f"{path} belongs to user {status.st_uid}")
     with path.open("rb", buffering=0) as file:
-        length = safetensors.header_bytes(file.read(safetensors.LENGTH_BYTES), status.st_size)
-        header = safetensors.parse_header(file.read(length), status.st_size - safetensors.LENGTH_BYTES - length)
+        _, header = safetensors.read_header(BoundedFile.of(file.fileno()))
     metadata = {**(header.metadata or {}), safetensors.RELEASED_KEY: json.dumps(identity)}
     with TensorFile(path) as new:
         new.write(safetensors.build_header(header.entries.items(), metadata))

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from gpufs._harmless import harmless
 
+
+@harmless("--load-format gpufs")
 def register() -> None:
-    """Add the load format; SGLang calls this in each of its processes."""
+    """Add the load format; SGLang calls this in each of its processes, also for engines that do not use it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_load_format_choices
 

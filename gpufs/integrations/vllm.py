@@ -10,18 +10,26 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from gpufs._harmless import harmless
+
 
 def register() -> None:
-    """Add the load format; vLLM calls this in each of its processes."""
+    """Add the load format; vLLM calls this in each of its processes, also for engines that do not use it."""
+    _register_loader()
+    _register_sleep()
+    _register_transfer()
+
+
+@harmless("--load-format gpufs")
+def _register_loader() -> None:
     from vllm.model_executor.model_loader import register_model_loader
 
     from gpufs.integrations._vllm_loader import GpufsModelLoader
 
     register_model_loader("gpufs")(GpufsModelLoader)
-    _register_sleep()
-    _register_transfer()
 
 
+@harmless("gpufs as the backend of sleep mode")
 def _register_sleep() -> None:
     """Add the backend for sleep mode. vLLM 0.32 has the hook, and 0.33 the option that chooses it."""
     try:
@@ -32,6 +40,7 @@ def _register_sleep() -> None:
         SleepModeBackendFactory.register_backend("gpufs", "gpufs.integrations._vllm_sleep", "GpufsSleepBackend")
 
 
+@harmless("gpufs as the backend of weight transfers")
 def _register_transfer() -> None:
     """Add the backend for weights of a trainer, for which vLLM 0.32 and 0.33 have the hook."""
     try:

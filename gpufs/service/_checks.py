@@ -8,13 +8,11 @@ reads or writes them.
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
-from errno import EBADF, EDEADLK, EINVAL, EISDIR, ENOSYS, ENOTDIR, EPERM, EXDEV
+from errno import EBADF, EDEADLK, EINVAL, EISDIR, ENOSYS, ENOTDIR, EXDEV
 from typing import Final
 
 from gpufs.modes import READ_WRITE
-from gpufs.service._scope import Descriptor
-from gpufs.syscalls import FileIdentity, file_system_type, identity, open_flags, os_error, trusted
+from gpufs.syscalls import FileIdentity, file_system_type, identity, open_flags, os_error
 
 # File systems that are the kernel's interfaces and not storage: writing there acts in the writer's name.
 _KERNEL_FILE_SYSTEMS: Final = frozenset(
@@ -144,17 +142,12 @@ def check_shareable(fd: int) -> None:
             raise OSError(EINVAL, "the descriptor is not that of memory") from None
 
 
-def check_limitable(descriptors: Sequence[Descriptor], uid: int, st_dev: int) -> int:
+def check_limitable(fd: int, st_dev: int) -> int:
     """The inode of the directory whose limits a client wants to change. Asks no file system anything.
 
-    ``uid``: the client's user; ``st_dev``: that of our mount. OSError EPERM unless it is root or the mount's
-    owner, EINVAL without one descriptor, EXDEV and ENOTDIR for what is not a directory of the mount.
+    OSError EXDEV and ENOTDIR for what is not a directory of the mount.
     """
-    if not trusted(uid):
-        raise OSError(EPERM, "only root and the user who mounted may change limits")
-    if len(descriptors) != 1:
-        raise OSError(EINVAL, "a limit takes the descriptor of one directory")
-    directory = identity(descriptors[0].fd)
+    directory = identity(fd)
     if directory.st_dev != st_dev:
         raise OSError(EXDEV, "the directory is not on this mount")
     if not stat.S_ISDIR(directory.mode):
@@ -162,14 +155,12 @@ def check_limitable(descriptors: Sequence[Descriptor], uid: int, st_dev: int) ->
     return directory.ino
 
 
-def check_revocable(descriptors: Sequence[Descriptor], st_dev: int) -> int:
+def check_revocable(fd: int, st_dev: int) -> int:
     """The inode of the file whose leases a client wants to end, by any descriptor of it. Asks no file system anything.
 
-    OSError EINVAL without one descriptor, and as of :func:`check_attachable`.
+    OSError as of :func:`check_attachable`.
     """
-    if len(descriptors) != 1:
-        raise OSError(EINVAL, "a revocation takes the descriptor of one file")
-    return _device_file(descriptors[0].fd, "the file", st_dev).ino
+    return _device_file(fd, "the file", st_dev).ino
 
 
 def check_file_system(fd: int) -> bool:

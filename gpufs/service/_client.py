@@ -1,29 +1,33 @@
 """One client: the messages of its connection, and what it has begun."""
 
 import errno
+import functools
 import logging
 import math
 import os
 import socket
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any
 
 import trio
 
 from gpufs import protocol, threads
 from gpufs._version import __version__
-from gpufs.protocol import ClientMessage, ProtocolError, Request
-from gpufs.service import _checks
-from gpufs.service._channel import ClientChannel, ClientProcess
+from gpufs.protocol import ClientMessage, Done, FinalAnswer, ProtocolError, Request
+from gpufs.service import rights
+from gpufs.service._channel import ClientChannel, ClientProcess, path_behind
 from gpufs.service._client_copies import ClientCopies
 from gpufs.service._client_leases import ClientLeases
 from gpufs.service._client_registrations import ClientRegistrations
 from gpufs.service._kept import KeptClient, KeptRequest, Record
 from gpufs.service._parking import Parking
-from gpufs.service._scope import Descriptor, RequestScope
+from gpufs.service._scope import RequestScope
 from gpufs.service._served_mount import ServedMount
 from gpufs.service._user import User
 from gpufs.syscalls import trusted
+
+log = logging.getLogger(__name__)
 
 
 class ClientConnection:
@@ -48,6 +52,7 @@ class ClientConnection:
         self._leases = ClientLeases(self._channel, served, self._record)
         self._copies = ClientCopies(self._channel, served, self._record)
         self._parking = parking
+        self._parks = False  # a Park is in progress
         self._kept: KeptClient | None = None
 
     def adopt(self, kept: KeptClient) -> None:
@@ -112,6 +117,7 @@ class ClientConnection:
             scope.discard()
             if message is None:
                 return False
+            rights.of(message, len(scope.descriptors))
             if not isinstance(message, protocol.Hello):
                 raise ProtocolError("the first message is not hello")
             if protocol.VERSION not in message.versions:
@@ -127,18 +133,21 @@ class ClientConnection:
         """Answer the requests that the former daemon did not answer, or whose answer it did not note."""
         text = "the daemon of the mount has died before it answered"
         for request in kept.unanswered:
-            registered = request.id in self._registrations
-            if request.message is protocol.Unregister and registered:
-                await self._change(request, self._channel.new_scope(), self._registrations.remove(request.id))
+            if request.message is protocol.Unregister and request.id in self._registrations:
+                await self._serve_request(request, self._channel.new_scope(), functools.partial(self._remove, request))
                 continue
             if request.message is protocol.Detach:
                 await self._leases.end(request.id)
             done = request.message in (protocol.Detach, protocol.Unregister) or (
-                request.message is protocol.Register and registered
+                request.message is protocol.Register and request.id in self._registrations
             )
             answer = request.message.answer
             await self._channel.answer(answer(request.id) if done else answer(request.id, errno.ECONNRESET, text))
             self._record.end(request)
+
+    async def _remove(self, request: KeptRequest) -> Done:
+        await self._registrations.remove(request.id)
+        return Done(request.id)
 
     async def _serve(self) -> None:
         if self._kept is not None:
@@ -168,66 +177,107 @@ class ClientConnection:
                 if message is None:
                     scope.discard()
                     return
-                self._record.begin(message)
-                try:
-                    await self._handle(message, scope, nursery)
-                except ProtocolError:
+                await self._begin(message, scope, nursery)
+
+    async def _begin(self, message: ClientMessage, scope: RequestScope, nursery: trio.Nursery) -> None:
+        """Serve a message, or begin to. Its scope ends with it, whatever comes of it."""
+        user = self._channel.user
+        try:
+            right = rights.of(message, len(scope.descriptors))
+            self._record.begin(message)
+            sender = rights.Sender(self.peer.uid, self._served, [each.fd for each in scope.descriptors])
+            permit = functools.partial(right.check, sender, message)
+            match message:
+                case protocol.Copy():
+                    nursery.start_soon(self._serve_request, message, scope, self._copies.accept(message, scope, permit))
+                    return
+                case protocol.Attach() | protocol.Refresh() | protocol.Detach() | protocol.Sleep() | protocol.Wake():
+                    work = self._leases.accept(message, scope, permit)
+                    nursery.start_soon(self._serve_request, message, scope, work, user.turns)
+                    return
+                case protocol.Park():
+                    if self._parks:
+                        raise ProtocolError("too many requests at once")
+                    parking = functools.partial(self._park, message, scope, permit)
+                    self._parks = True
+                    nursery.start_soon(self._serve_request, message, scope, parking, user.waits)
+                    return
+                case protocol.Hello():
+                    raise ProtocolError("a second hello")
+                case protocol.Declined():
+                    self._parking.declined(self._channel, message)
                     scope.discard()
-                    raise
+                    return
+                case protocol.Request():
+                    change = functools.partial(self._change, message, scope, permit)
+                case _:
+                    raise ProtocolError(f"nothing serves {type(message).__name__}")
+        except BaseException:
+            scope.discard()
+            raise
+        await self._serve_request(message, scope, change)
 
-    async def _handle(self, message: ClientMessage, scope: RequestScope, nursery: trio.Nursery) -> None:
-        """Do what a message asks for, or begin it in a task of its own. Takes over the scope.
+    async def _park(self, message: protocol.Park, scope: RequestScope, permit: Callable[[], Any]) -> Done:
+        try:
+            await self._parking.park(self._channel, scope, message, permit)
+        finally:
+            self._parks = False
+        return Done(message.id)
 
-        It stays the caller's after a ProtocolError.
-        """
+    async def _change(self, message: Request, scope: RequestScope, permit: Callable[[], Any]) -> Done | None:
+        """Serve a request during which no other one of this connection is received."""
         match message:
-            case protocol.Copy():
-                self._copies.accept(message, scope, nursery)
-            case protocol.Attach() | protocol.Refresh() | protocol.Detach() | protocol.Sleep() | protocol.Wake():
-                self._leases.accept(message, scope, nursery)
             case protocol.Cancel():
-                scope.discard()
                 self._copies.cancel(message.id)
+                return None
+            case protocol.Check():
+                await self._leases.check(message, scope)
             case protocol.Register():
-                await self._change(message, scope, self._registrations.add(message, scope))
+                await self._registrations.add(message, scope, permit)
             case protocol.Unregister():
-                await self._change(message, scope, self._registrations.remove(message.id))
-            case protocol.Park():
-                nursery.start_soon(self._park, message, scope)
+                await self._registrations.remove(message.id)
             case protocol.BringBack():
-                await self._change(message, scope, self._parking.bring_back(self._channel, scope.descriptors))
+                await self._parking.bring_back(self._channel, scope, permit)
             case protocol.Listen():
                 self._parking.listen(self._channel)
-                scope.discard()
-                await self._channel.answer(protocol.Done(message.id))
-                self._record.end(message)
             case protocol.Revoke():
-                await self._change(message, scope, self._leases.revoke(scope.descriptors))
+                await self._leases.revoke(permit())
             case protocol.SetQuota():
-                await self._change(message, scope, self._set_quota(message, scope.descriptors))
-            case protocol.Hello():
-                raise ProtocolError("a second hello")
+                self._served.set_limit(permit(), message.uid, message.limit)
+                self._channel.log(logging.INFO, "%s of %s", message, path_behind(scope.descriptors[0].fd))
             case _:
-                raise AssertionError(f"nothing serves {type(message).__name__}")
+                raise ProtocolError(f"nothing serves {type(message).__name__}")
+        return Done(message.id)
 
-    async def _park(self, message: protocol.Park, scope: RequestScope) -> None:
-        async with self._channel.user.waits:
-            await self._change(message, scope, self._parking.park(self._channel, scope.descriptors, message.wait))
+    async def _serve_request(
+        self,
+        request: Request | KeptRequest,
+        scope: RequestScope,
+        work: Callable[[], Awaitable[FinalAnswer | None]],
+        turns: trio.CapacityLimiter | None = None,
+    ) -> None:
+        """Do the work of a request in its turn, end its scope, and answer it.
 
-    async def _change(self, request: Request | KeptRequest, scope: RequestScope, work: Awaitable[None]) -> None:
-        """Do the work of a request and answer it with Done."""
-        answer = protocol.Done(request.id)
+        ``work``: returns the answer, or None if it has sent that itself or there is none.
+        """
         try:
-            await work
+            async with turns or nullcontext():
+                answer = await work()
         except OSError as failure:
-            error = failure.errno or errno.EIO
-            answer = protocol.Done(request.id, error, protocol.shorten(failure.strerror or os.strerror(error)))
+            answer = self._refusal(request, failure)
+        except Exception:
+            # Not the client's fault, and its leases go on.
+            log.exception("a request of %s failed", self.peer, extra={"user": self.peer.uid})
+            answer = self._refusal(request, OSError(errno.EIO, "the daemon has failed, and its log says how"))
         finally:
             scope.discard()
-        await self._channel.answer(answer)
+        if answer is not None:
+            await self._channel.answer(answer)
         self._record.end(request)
 
-    async def _set_quota(self, message: protocol.SetQuota, descriptors: Sequence[Descriptor]) -> None:
-        ino = _checks.check_limitable(descriptors, self._channel.peer.uid, self._served.st_dev)
-        self._served.set_limit(ino, message.uid, message.limit)
-        self._channel.log(logging.INFO, "%s", message)
+    def _refusal(self, request: Request | KeptRequest, failure: OSError) -> FinalAnswer:
+        kind = request.message if isinstance(request, KeptRequest) else type(request)
+        error = failure.errno or errno.EIO
+        text = failure.strerror or os.strerror(error)
+        self._channel.log(logging.INFO, "%s refused: %s %s", kind.__name__, errno.errorcode.get(error, error), text)
+        return kind.answer(request.id, error, protocol.shorten(text))

@@ -8,9 +8,9 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import trio
 from msgspec.structs import replace
@@ -23,7 +23,9 @@ from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import Record
 from gpufs.service._scope import Descriptor, RequestScope
 from gpufs.service._served_mount import SPACE_SECONDS, ServedMount
-from gpufs.syscalls import os_error
+from gpufs.syscalls import FileIdentity, os_error
+
+Permit: TypeAlias = Callable[[], tuple[FileIdentity, FileIdentity]]
 
 # Set in the number of a client that is not a process.
 _CONNECTION_BIT: Final = 1 << 63
@@ -143,29 +145,23 @@ class ClientCopies:
         if number in self._tasks:
             self._tasks[number].cancel()
 
-    def accept(self, copy: Copy, scope: RequestScope, nursery: trio.Nursery) -> None:
-        """Begin a copy, and take its scope over. ProtocolError if there cannot be such a copy.
-
-        The scope stays the caller's after a ProtocolError.
-        """
-        if len(scope.descriptors) != protocol.MAX_DESCRIPTORS:
-            raise ProtocolError(f"a copy message with {len(scope.descriptors)} descriptors")
+    def accept(self, copy: Copy, scope: RequestScope, permit: Permit) -> Callable[[], Awaitable[None]]:
+        """Return what serves a copy, whose scope it ends. ProtocolError if there cannot be such a copy."""
         if copy.id in self._tasks:
             raise ProtocolError("a copy message whose id is in use")
         if len(self._tasks) >= self._served.limits.requests:
             raise ProtocolError("too many requests at once")
         task = self._tasks[copy.id] = _CopyTask(copy, scope)
-        host, mount = scope.descriptors
-        nursery.start_soon(self._serve_copy, task, host, mount)
+        return functools.partial(self._serve_copy, task, permit, *scope.descriptors)
 
-    async def _serve_copy(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
+    async def _serve_copy(self, task: _CopyTask, permit: Permit, host: Descriptor, mount: Descriptor) -> None:
         """Serve one copy from its checks to its result, whatever happens."""
         limits, user = self._served.limits, self._channel.user
         result = task.result(os_error(errno.ECANCELED))
         try:
             try:
                 with task.preparing, trio.fail_after(limits.prepare):
-                    work = functools.partial(self._prepare, task, host, mount)
+                    work = functools.partial(self._prepare, task, permit, host, mount)
                     await task.scope.in_thread(work, may_hang=True)
             except OSError as error:
                 result = task.result(error)
@@ -207,10 +203,10 @@ class ClientCopies:
                 await self._channel.answer(result, seconds=timeout)
                 self._record.end(task.copy)
 
-    def _prepare(self, task: _CopyTask, host: Descriptor, mount: Descriptor) -> None:
+    def _prepare(self, task: _CopyTask, permit: Permit, host: Descriptor, mount: Descriptor) -> None:
         """Checks the descriptors and starts the transfer, on a thread. OSError if a rule forbids it."""
         copy, served = task.copy, self._served
-        on_host, on_mount = _checks.check_copy(copy.direction, host.fd, mount.fd, served.st_dev)
+        on_host, on_mount = permit()
         buffer = task.scope.hold(served.open_buffer(on_mount.ino))
         task.paths = (path_behind(host.fd), path_behind(mount.fd))
         # Now the buffer keeps the memory. Our descriptor would only keep the mount busy.

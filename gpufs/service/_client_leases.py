@@ -3,32 +3,36 @@
 import errno
 import functools
 import logging
-import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import trio
 
 from gpufs import protocol
 from gpufs.engine import Lease, SharedPiece
 from gpufs.modes import READ_WRITE
-from gpufs.protocol import Attach, Attached, Detach, Done, Pieces, ProtocolError, Refresh, Sleep, Wake
-from gpufs.service import _checks
+from gpufs.protocol import Attach, Attached, Check, Detach, Done, Pieces, ProtocolError, Refresh, Sleep, Wake
 from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import KeptLease, Record, kept_path
 from gpufs.service._scope import Descriptor, RequestScope
-from gpufs.service._served_mount import Holder, ServedMount
-from gpufs.syscalls import close_all, trusted
+from gpufs.service._served_mount import Holder, ServedMount, smaller
+from gpufs.syscalls import close_all
 
 LeaseRequest: TypeAlias = Attach | Refresh | Detach | Sleep | Wake
+Work: TypeAlias = Callable[[], Awaitable[protocol.FinalAnswer | None]]
+
+_STILL: Final = "a private copy does not follow the file: attach it again"
+_SLEEPLESS: Final = "a private copy cannot sleep: attach the file with mode r+, or mount with --trust-readers"
 
 
 @dataclass(slots=True)
 class _ClientLease:
     """A lease of a connection. ``device``: its index; ``busy``: a request for it is being served.
 
-    ``lease``: None for one that sleeps, which keeps its file by a reference instead.
+    ``lease``: None for one that sleeps, and for a private copy of the former daemon's.
+    ``keeps``: whether it keeps the inode, so that the file outlives its names, and the daemon.
     ``outgoing``: pieces that are about to be sent, at most as many as one message takes.
     """
 
@@ -36,7 +40,7 @@ class _ClientLease:
     scope: RequestScope
     lease: Lease | None = None
     device: int = 0
-    read_only: bool = False
+    keeps: bool = False
     busy: bool = False
     outgoing: list[SharedPiece] = field(default_factory=list)
 
@@ -63,13 +67,19 @@ async def _refuse(failure: OSError) -> None:
     raise failure
 
 
-def _usable(client_lease: _ClientLease | None) -> _ClientLease:
-    """The lease, if its memory can be asked for."""
+def _usable(client_lease: _ClientLease | None, private: str) -> _ClientLease:
+    """Return the lease if there is one, on the file itself. ``private``: why a private copy is none for this."""
     if client_lease is not None and client_lease.holder.revoked:
         raise OSError(errno.ESTALE, "the lease was revoked: attach the file again")
-    if client_lease is None or not (client_lease.lease or client_lease.holder.asleep or client_lease.holder.private):
-        raise OSError(errno.EBADF, "nothing is attached under this number")
+    if client_lease is not None and client_lease.holder.private:
+        raise OSError(errno.EOPNOTSUPP, private)
+    if client_lease is None or not (client_lease.lease or client_lease.holder.asleep):
+        raise _not_attached()
     return client_lease
+
+
+def _not_attached() -> OSError:
+    return OSError(errno.EBADF, "nothing is attached under this number")
 
 
 class ClientLeases:
@@ -81,60 +91,62 @@ class ClientLeases:
         self._working = 0  # requests being served
 
     def adopt(self, kept: KeptLease, lease: Lease | None) -> None:
-        """Go on with a lease of the former daemon. None for a private copy, which the client has for itself."""
-        holder = Holder(self._channel.peer, kept.mode, kept.path, kept.ino, kept.private, kept.bytes, since=kept.since)
-        scope = holder.scope = self._channel.new_scope()
-        client_lease = _ClientLease(holder, scope, device=kept.device, read_only=kept.read_only)
-        self._enter(kept.id, client_lease)
+        """Go on with a lease of the former daemon, whose inode is kept. A private copy the client has for itself."""
+        holder = Holder(self._channel.peer, kept.mode, kept.path, kept.ino, kept.private, kept.read_only, kept.bytes)
+        holder.placement, holder.since, holder.asleep = kept.placement, kept.since, kept.asleep
+        holder.scope = self._channel.new_scope()
+        client_lease = _ClientLease(holder, holder.scope, device=kept.device, keeps=not kept.private)
+        if holder.asleep:
+            with suppress(OSError):
+                holder.may_move = self._served.may_move(holder)
+        self._enter(kept.id, client_lease, adopted=True)
+        if client_lease.keeps:
+            self._served.holders.use(holder)
         if lease is not None:
             self._hold(client_lease, lease)
-        elif kept.asleep:
-            holder.asleep = True
+        elif holder.asleep:
             self._watch(client_lease)
         self._leases[kept.id] = client_lease
 
-    def _enter(self, number: int, client_lease: _ClientLease) -> None:
+    def _enter(self, number: int, client_lease: _ClientLease, *, adopted: bool = False) -> None:
         """Show a lease among the mount's holders until it ends."""
-        holder, scope = client_lease.holder, client_lease.scope
-        self._served.holders.enter(holder)
-        scope.on_close(functools.partial(self._served.holders.leave, holder))
-        scope.on_close(functools.partial(self._record.remove, KeptLease, number))
+        self._served.holders.enter(client_lease.holder, adopted=adopted)
+        client_lease.scope.on_close(functools.partial(self._leave, client_lease))
+        client_lease.scope.on_close(functools.partial(self._record.remove, KeptLease, number))
+
+    def _leave(self, client_lease: _ClientLease) -> None:
+        """A lease has ended: its file is parked if all others on it sleep."""
+        ino = client_lease.holder.ino
+        self._served.holders.leave(client_lease.holder)
+        if client_lease.keeps:
+            with suppress(OSError):  # the file stays where it is
+                self._served.park_if_left(ino)
+            self._served.mount.inode_release(ino)
 
     def _hold(self, client_lease: _ClientLease, lease: Lease) -> None:
         client_lease.lease = lease
         client_lease.holder.bytes = lease.bytes
+        client_lease.holder.placement = lease.placement
         self._watch(client_lease)
 
     def _watch(self, client_lease: _ClientLease) -> None:
         """Have the scope of a lease end what it has by then."""
         holder, scope = client_lease.holder, client_lease.scope
-        scope.on_close(functools.partial(self._served.park_sleeping, holder))
-        scope.on_close(lambda: self._end_sleep(holder))
         scope.on_close(client_lease.close_lease)
         if holder.mode == READ_WRITE:
             # The kernel does not see what the program writes: the times change at both ends of the lease.
             scope.on_close(functools.partial(self._served.mount.inode_written, holder.ino))
         scope.on_close(lambda: _close_pieces(client_lease.take_outgoing()))
 
-    def _end_sleep(self, holder: Holder) -> None:
-        """Give up the reference that keeps the file of a lease that sleeps."""
-        if holder.asleep:
-            holder.asleep = False
-            self._served.mount.inode_release(holder.ino)
-
     async def end(self, number: int) -> None:
         """End a lease, if there is one with this number."""
         await self._end(number, self._leases.get(number))
 
-    def accept(self, message: LeaseRequest, scope: RequestScope, nursery: trio.Nursery) -> None:
-        """Begin to serve a request, and take its scope over. ProtocolError if there cannot be such a request.
-
-        The scope stays the caller's after a ProtocolError.
-        """
+    def accept(self, message: LeaseRequest, scope: RequestScope, permit: Callable[[], tuple[int, bool]]) -> Work:
+        """Return what serves a request, whose scope it uses. ProtocolError if there cannot be such a request."""
         limits = self._served.limits
         client_lease = self._leases.get(message.id)
-        if len(scope.descriptors) != (1 if isinstance(message, Attach) else 0):
-            raise ProtocolError(f"a message {type(message).__name__} with {len(scope.descriptors)} descriptors")
+        work: Work
         if self._working >= limits.requests:
             raise ProtocolError("too many requests at once")
         if isinstance(message, Attach):
@@ -143,14 +155,14 @@ class ClientLeases:
             if len(self._leases) >= limits.attachments:
                 raise ProtocolError("too many attachments on one connection")
             try:
-                ino, may_write = _checks.check_attachable(scope.descriptors[0].fd, message.mode, self._served.st_dev)
+                ino, may_write = permit()
             except OSError as failure:
-                scope.discard()
                 work = functools.partial(_refuse, failure)
-            else:  # the file is ours, so closing it does not hang
-                holder = Holder(self._channel.peer, message.mode, ino=ino, scope=scope)
-                client_lease = self._leases[message.id] = _ClientLease(holder, scope, read_only=not may_write)
-                work = functools.partial(self._attach, message, client_lease, *scope.descriptors)
+            else:
+                holder = Holder(self._channel.peer, message.mode, ino=ino, read_only=not may_write)
+                holder.scope = self._channel.new_scope()
+                client_lease = self._leases[message.id] = _ClientLease(holder, holder.scope)
+                work = functools.partial(self._attach, message, client_lease, scope)
         elif not isinstance(message, Detach) and client_lease is not None and client_lease.busy:
             # The client may have given up the answer to its last request, of which the end has not been sent.
             work = functools.partial(_refuse, OSError(errno.EBUSY, "the last request for it is still being answered"))
@@ -166,27 +178,19 @@ class ClientLeases:
         self._working += 1
         if client_lease is not None:
             client_lease.busy = True
-        nursery.start_soon(self._serve, work, message, client_lease)
+        return functools.partial(self._serve, work, message, client_lease)
 
     async def _serve(
-        self, work: Callable[[], Awaitable[None]], message: LeaseRequest, client_lease: _ClientLease | None
-    ) -> None:
+        self, work: Work, message: LeaseRequest, client_lease: _ClientLease | None
+    ) -> protocol.FinalAnswer | None:
         try:
-            async with self._channel.user.turns:
-                try:
-                    await work()
-                except OSError as failure:
-                    if isinstance(message, Attach):
-                        await self._end(message.id, client_lease)
-                    error = failure.errno or errno.EIO
-                    text = failure.strerror or os.strerror(error)
-                    request, code = type(message).__name__.lower(), errno.errorcode.get(error, error)
-                    self._channel.log(logging.INFO, "%s refused: %s %s", request, code, text)
-                    await self._channel.answer(message.answer(message.id, error, protocol.shorten(text)))
+            return await work()
+        except OSError:
+            if isinstance(message, Attach):
+                await self._end(message.id, client_lease)
+            raise
         finally:
-            # Work ends with the last message of its answer, and without a checkpoint after it.
             self._working -= 1
-            self._record.end(message)
             if client_lease is not None:
                 client_lease.busy = False
 
@@ -211,22 +215,26 @@ class ClientLeases:
         with trio.move_on_after(seconds):
             await last.scope.closed(start)
 
-    async def revoke(self, descriptors: Sequence[Descriptor]) -> None:
-        """End all leases on a file, of any connection. OSError EPERM unless the client's user owns it."""
-        served, peer, user = self._served, self._channel.peer, self._channel.user
-        ino = _checks.check_revocable(descriptors, served.st_dev)
-        if not trusted(peer.uid) and served.mount.inode_get(ino).uid != peer.uid:
-            raise OSError(errno.EPERM, "only the file's owner, root and the user who mounted may end its leases")
-        for holder, scope in served.holders.leases_on(ino):
+    async def revoke(self, ino: int) -> None:
+        """End all leases on a file, of any connection."""
+        user = self._channel.user
+        for holder in self._served.holders.leases_on([ino]):
             holder.revoked = True
             self._channel.log(logging.INFO, "revoked the lease of %s on %s", holder.peer, holder.path)
-            await scope.closed(functools.partial(user.start, user.calls))
+            if holder.scope is not None:
+                await holder.scope.closed(functools.partial(user.start, user.calls))
 
-    async def _attach(self, message: Attach, client_lease: _ClientLease, descriptor: Descriptor) -> None:
+    async def check(self, message: Check, scope: RequestScope) -> None:
+        """Serve Check. OSError as one of the leases would get it."""
+        holders = [_usable(self._leases.get(number), _SLEEPLESS).holder for number in dict.fromkeys(message.leases)]
+        await scope.in_thread(functools.partial(self._served.check_move, holders, message.what))
+
+    async def _attach(self, message: Attach, client_lease: _ClientLease, scope: RequestScope) -> None:
         def prepare() -> Lease:
-            return self._prepare(message, client_lease, descriptor)
+            scope.end()  # this thread closes the descriptor, too
+            return client_lease.scope.use(lambda: self._prepare(message, client_lease, scope.descriptors[0]))
 
-        lease = await client_lease.scope.in_thread(prepare)
+        lease = await scope.in_thread(prepare)
         holder = client_lease.holder
         copied = "a private copy of " if holder.private else ""
         self._channel.log(
@@ -241,15 +249,23 @@ class ClientLeases:
         holder.path = path_behind(descriptor.fd)
         self._enter(message.id, client_lease)
         with served.open_buffer(ino) as buffer:
-            # Now the buffer keeps the memory. The descriptor would only keep the mount busy.
-            descriptor.close()
             info = buffer.info
             client_lease.device = info.device
-            holder.private = client_lease.read_only and served.gets_copy(buffer, message.mode)
+            holder.private = holder.read_only and served.gets_copy(buffer, message.mode)
+            if not holder.private:
+                served.mount.inode_hold(ino)
+                client_lease.keeps = True
+                served.holders.use(holder)
+            # Now the file is kept. The descriptor would only keep the mount busy.
+            descriptor.close()
             writable = message.mode == READ_WRITE
-            # Readers move a file once: each move makes all other users wait.
-            may_move = holder.private or not client_lease.read_only or info.placement == 0
-            placement = message.placement if may_move else None
+            placement = message.placement
+            if not holder.private:
+                asleep = [each.placement for each in served.holders.leases_on([ino]) if each.asleep]
+                if asleep:
+                    placement = asleep[0]  # where they have to wake
+                elif holder.read_only and info.placement != 0:
+                    placement = None  # readers move a file once: each move makes all other users wait
             lease = served.lease(buffer, holder, writable=writable, placement=placement)
             self._hold(client_lease, lease)
         if writable:
@@ -267,93 +283,87 @@ class ClientLeases:
                 holder.mode,
                 kept_path(holder.path),
                 holder.private,
-                client_lease.read_only,
+                holder.read_only,
                 client_lease.device,
                 holder.bytes,
                 holder.since,
                 holder.asleep,
+                holder.placement,
             )
         )
 
     async def _refresh(self, message: Refresh, client_lease: _ClientLease | None) -> None:
-        client_lease = _usable(client_lease)
-        if client_lease.holder.private:
-            raise OSError(errno.EOPNOTSUPP, "a private copy does not follow the file: attach it again")
+        client_lease = _usable(client_lease, _STILL)
         if client_lease.holder.asleep:
             raise OSError(errno.EAGAIN, "the attachment sleeps: wake it first")
-        lease = client_lease.lease
-        assert lease is not None
 
-        def refresh() -> None:
+        def refresh() -> Lease:
+            if (lease := client_lease.lease) is None:
+                raise _not_attached()
             lease.refresh()
             client_lease.holder.bytes = lease.bytes
             self._keep(message.id, client_lease)
+            return lease
 
-        await client_lease.scope.in_thread(refresh)
+        lease = await client_lease.scope.in_thread(refresh)
         await self._answer(message.id, client_lease, lease, message.start)
 
-    async def _sleep(self, message: Sleep, client_lease: _ClientLease | None) -> None:
-        client_lease = _usable(client_lease)
+    async def _sleep(self, message: Sleep, client_lease: _ClientLease | None) -> Done:
+        client_lease = _usable(client_lease, _SLEEPLESS)
         holder, served = client_lease.holder, self._served
-        if holder.private:
-            text = "a private copy cannot sleep: attach the file with mode r+, or mount with --trust-readers"
-            raise OSError(errno.EOPNOTSUPP, text)
 
         def sleep() -> None:
             if holder.asleep:
                 return
-            try:
-                served.mount.inode_hold(holder.ino)
-            except OSError as error:
-                if error.errno != errno.ENOENT:
-                    raise
-                raise OSError(
-                    errno.ENOENT, "the file has no name any more, and only files with one can sleep"
-                ) from None
-            holder.asleep = True
+            served.holders.set_asleep(holder, asleep=True, may_move=served.may_move(holder))
             client_lease.close_lease()
             try:
                 if holder.mode == READ_WRITE:
                     served.mount.inode_written(holder.ino)
-                served.park(holder.ino)
-            except OSError as error:
-                if error.errno != errno.EBUSY:  # the last one of its users parks it
-                    self._reopen(client_lease)
-                    raise
-            self._keep(message.id, client_lease)
+                served.park_if_left(holder.ino)
+            except OSError:
+                self._reopen(client_lease)
+                raise
+            finally:
+                self._keep(message.id, client_lease)
 
         await client_lease.scope.in_thread(sleep)
-        await self._channel.answer(Done(message.id))
+        return Done(message.id)
 
     async def _wake(self, message: Wake, client_lease: _ClientLease | None) -> None:
-        client_lease = _usable(client_lease)
+        client_lease = _usable(client_lease, _SLEEPLESS)
 
         def wake() -> Lease:
             if client_lease.holder.asleep:
                 self._reopen(client_lease)
                 self._keep(message.id, client_lease)
-            assert client_lease.lease is not None
+            if client_lease.lease is None:
+                raise _not_attached()
             return client_lease.lease
 
         await self._answer(message.id, client_lease, await client_lease.scope.in_thread(wake), 0)
 
     def _reopen(self, client_lease: _ClientLease) -> None:
         """Open the lease of the engine again for one that sleeps. OSError if the file's memory is not to be had."""
-        holder, mount = client_lease.holder, self._served.mount
+        holder = client_lease.holder
         writable = holder.mode == READ_WRITE
         lease = self._served.lease_again(holder, writable=writable)
-        if (left := lease.bytes) < holder.bytes:
+        left, place = lease.bytes, lease.placement
+        if left < holder.bytes:
             lease.close()
-            text = f"the file has {left} bytes now, and had {holder.bytes} when its attachment went to sleep"
-            raise OSError(errno.ESTALE, text)
+            raise smaller(left, holder)
+        if holder.placement not in (None, place):
+            lease.close()
+            text = f"its first byte lies at {place} of its memory now, and lay at {holder.placement}"
+            raise OSError(errno.EBUSY, f"{text}: others use it, or the device is full; wake it again later")
         client_lease.lease = lease
+        self._served.holders.set_asleep(holder, asleep=False)
         if writable:
-            mount.inode_written(holder.ino)  # before the reference ends, which may be the last one
-        self._end_sleep(holder)
+            self._served.mount.inode_written(holder.ino)
 
-    async def _detach(self, message: Detach, client_lease: _ClientLease | None) -> None:
+    async def _detach(self, message: Detach, client_lease: _ClientLease | None) -> Done:
         await self._end(message.id, client_lease)
-        await self._channel.answer(Done(message.id))
+        return Done(message.id)
 
     async def _end(self, number: int, client_lease: _ClientLease | None) -> None:
         """End a lease and wait until its memory is released. Another one may have its number by now, and stays."""

@@ -3,26 +3,20 @@
 import functools
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from errno import EINVAL, EPERM, ETIMEDOUT
-from typing import Final
+from errno import EINVAL, ETIMEDOUT
 
 import trio
 
 from gpufs import threads
 from gpufs.protocol import Register
-from gpufs.service import _checks
 from gpufs.service._channel import ClientChannel, path_behind
 from gpufs.service._kept import KeptRegistration, Record, kept_path
 from gpufs.service._scope import RequestScope
 from gpufs.service._served_mount import REGISTERED, Holder, ServedMount
-from gpufs.syscalls import close_all, trusted
-
-_FOREIGN_IPC: Final = (
-    "an IPC handle does not prove whose memory it stands for, so the daemon takes it only from its own user and from "
-    "root: use memory that can be exported as a descriptor, or a mount of your own"
-)
+from gpufs.syscalls import close_all
 
 
 @dataclass
@@ -47,24 +41,16 @@ class ClientRegistrations:
     def adopt(self, kept: KeptRegistration) -> None:
         """Go on with a registration of the former daemon."""
         holder = Holder(self._channel.peer, REGISTERED, kept.path, kept.ino, bytes=kept.bytes, since=kept.since)
-        self._served.holders.enter(holder)
+        self._served.holders.enter(holder, adopted=True)
         self._by_id[kept.id] = _ClientRegistration(kept.id, holder, kept.number)
 
-    async def add(self, message: Register, scope: RequestScope) -> None:
+    async def add(self, message: Register, scope: RequestScope, permit: Callable[[], int]) -> None:
         """Serve ``register``; the scope stays the caller's. OSError if a rule forbids it."""
         if message.id in self._by_id:
             raise OSError(EINVAL, "a registration with this id exists")
-        descriptors = scope.descriptors
-        wanted = 1 if message.kind == "ipc" else 2
-        if len(descriptors) != wanted or (message.kind == "ipc") != bool(message.handle):
-            raise OSError(EINVAL, f"registering memory of kind {message.kind} takes {wanted} descriptors")
-        peer, served = self._channel.peer, self._served
-        if message.kind == "ipc" and not trusted(peer.uid):
-            raise OSError(EPERM, _FOREIGN_IPC)
-        ino = _checks.check_registrable(descriptors[0].fd, served.st_dev)
-        for memory in descriptors[1:]:
-            _checks.check_shareable(memory.fd)
-        holder = Holder(peer, REGISTERED, path_behind(descriptors[0].fd), ino, bytes=message.size)
+        ino = permit()
+        descriptors, served = scope.descriptors, self._served
+        holder = Holder(self._channel.peer, REGISTERED, path_behind(descriptors[0].fd), ino, bytes=message.size)
         registration = _ClientRegistration(message.id, holder)
         served.holders.enter(holder)
         with ExitStack() as undo:
@@ -72,7 +58,7 @@ class ClientRegistrations:
             served.mount.inode_hold(ino)
             undo.pop_all()
             undo.callback(self._release, [registration])
-            shared = descriptors[1].fd if wanted == 2 else -1
+            shared = descriptors[1].fd if len(descriptors) == 2 else -1
             taken: list[int] = []  # pieces of the memory
             if message.kind == "descriptor":
                 await scope.take_turn(self._channel.user.pieces)

@@ -197,6 +197,7 @@ class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
     bytes: int
     since: float
     asleep: bool = False
+    placement: int | None = None
 
 
 _REQUESTS: Final = {kind.__name__: kind for kind in protocol.kinds(Request)}
@@ -353,7 +354,8 @@ def next_message(sock: socket.socket) -> ClientMessage | None:
 class KeptClient:
     """A connection that the former daemon had, its leases on files, which are open again, and its registrations.
 
-    A private copy, which the client has for itself, has no lease here, nor has one that sleeps.
+    A private copy, which the client has for itself, has no lease here, nor has one that sleeps. All others keep their
+    inodes.
     ``unanswered``: the requests that it has received and not answered. ``record``: goes on with ``held`` and ``slots``.
     """
 
@@ -407,24 +409,26 @@ def _restore_client(
     slots = _read_slots(record, peer)
     first = next_message(sock)
     queued = _noted(first)  # the next daemon receives it
-    unanswered = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry != queued]
+    requests = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry != queued]
+    unanswered = [entry for entry in requests if entry.kind in _REQUESTS]  # another version may have had others
     leases: list[tuple[KeptLease, Lease | None]] = []
     registered = []
     label = str(peer)
     for slot, entry in list(slots.items()):
-        if isinstance(entry, KeptLease) and (entry.private or (entry.asleep and _is_kept(mount, entry, label))):
-            leases.append((entry, None))
-        elif (
-            isinstance(entry, KeptLease)
-            and not entry.asleep
-            and (lease := _open_again(mount, entry, label)) is not None
-        ):
-            leases.append((entry, lease))
-        elif isinstance(entry, KeptRegistration) and _register_again(mount, registrations, entry, peer):
-            registered.append(entry)
-        elif not isinstance(entry, KeptRequest):  # the lease or registration is lost
-            del slots[slot]
-            os.pwrite(record, b"\0", slot * _SLOT_BYTES)
+        if isinstance(entry, KeptRequest):
+            continue
+        try:
+            if isinstance(entry, KeptLease):
+                leases.append((entry, None if entry.private else _open_again(mount, entry, label)))
+                continue
+        except (OSError, OverflowError) as failure:  # of numbers that cannot be
+            log.error("the lease of %s on %s is lost: %s", label, entry.path, failure)
+        else:
+            if _register_again(mount, registrations, entry, peer):
+                registered.append(entry)
+                continue
+        del slots[slot]
+        os.pwrite(record, b"\0", slot * _SLOT_BYTES)
     return KeptClient(number, sock, peer, leases, registered, unanswered, (socket_fd, record), slots)
 
 
@@ -445,22 +449,15 @@ def _read_slots(record: int, peer: ClientProcess) -> dict[int, Entry]:
 
 
 def _open_again(mount: Mount, lease: KeptLease, label: str) -> Lease | None:
+    """Keep the inode of a lease, and open the lease again. None for one that sleeps."""
+    mount.inode_hold(lease.ino)
     try:
         # What the file has grown by is not the client's: it may be a hole, without memory.
-        return mount.lease_again(lease.ino, lease.bytes, writable=lease.mode == READ_WRITE, label=label)
-    except (OSError, OverflowError) as failure:  # of numbers that cannot be
-        log.error("the lease of %s on %s is lost: %s", label, lease.path, failure)
-        return None
-
-
-def _is_kept(mount: Mount, lease: KeptLease, label: str) -> bool:
-    """Whether the file of a lease that sleeps is there. Keeps it."""
-    try:
-        mount.inode_hold(lease.ino)
-    except OSError as failure:
-        log.error("the lease of %s on %s, which slept, is lost: %s", label, lease.path, failure)
-        return False
-    return True
+        writable = lease.mode == READ_WRITE
+        return None if lease.asleep else mount.lease_again(lease.ino, lease.bytes, writable=writable, label=label)
+    except BaseException:
+        mount.inode_release(lease.ino)
+        raise
 
 
 def _register_again(

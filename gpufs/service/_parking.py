@@ -1,32 +1,43 @@
 """Parks files and brings them back at the request of a shell: programs that use them are asked to sleep and to wake."""
 
 import functools
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from errno import EBUSY, EPERM
+from dataclasses import dataclass
+from errno import EBUSY
 from typing import Final
 
 import trio
 
-from gpufs.protocol import Asked
-from gpufs.service import _checks
-from gpufs.service._channel import ClientChannel, path_behind
-from gpufs.service._scope import Descriptor
+from gpufs import protocol
+from gpufs.protocol import Asked, Declined, Park
+from gpufs.service._channel import ClientChannel, ClientProcess
+from gpufs.service._scope import RequestScope
 from gpufs.service._served_mount import Holder, ServedMount
-from gpufs.syscalls import trusted
-from gpufs.threads import run_to_the_end
 
 _PAUSE: Final = 0.02  # between two looks whether programs sleep by now
 _NAMED: Final = 5  # programs in a message
+_MOST_QUESTIONS: Final = 1 << 32  # numbers of questions are below
+
+
+@dataclass(slots=True)
+class _Question:
+    """What a request has asked programs. ``declined``: why the first one cannot do it, "" so far."""
+
+    asked: Sequence[ClientChannel]
+    declined: str = ""
 
 
 class Parking:
-    """Serves Park, BringBack and Listen for all connections of a mount."""
+    """Serves Park, BringBack, Listen and Declined for all connections of a mount."""
 
     def __init__(self, served: ServedMount) -> None:
         self._served = served
         self._listeners: set[ClientChannel] = set()
+        self._numbers = itertools.count(1)
+        self._questions: dict[int, _Question] = {}  # those that wait, by their numbers
 
     def listen(self, channel: ClientChannel) -> None:
         """Send this connection what is asked of its process, until leave()."""
@@ -36,59 +47,94 @@ class Parking:
         """Send this connection nothing more."""
         self._listeners.discard(channel)
 
-    async def park(self, channel: ClientChannel, descriptors: Sequence[Descriptor], wait: float) -> None:
-        """Serve Park. OSError EPERM, EBUSY with the programs that do not sleep, and as ServedMount.park()."""
-        ino = self._check(channel, descriptors)
-        asked = self._ask(self._served.holders.awake_on(ino), Asked(ino, "sleep"))
-        if asked:
-            with trio.move_on_after(wait):
-                await self._until_asleep(ino)
-        if awake := self._served.holders.awake_on(ino):
-            raise OSError(EBUSY, _who_is_awake(awake, asked, wait))
-        work = functools.partial(self._served.park, ino)
-        if await run_to_the_end(work, channel.user.calls):
-            channel.log(logging.INFO, "parked inode %d", ino)
+    def declined(self, channel: ClientChannel, message: Declined) -> None:
+        """Serve Declined."""
+        question = self._questions.get(message.question)
+        if question is not None and channel in question.asked and not question.declined:
+            question.declined = f"the files are in use: {channel.peer} has not gone to sleep: {message.message}"
 
-    async def _until_asleep(self, ino: int) -> None:
-        # Leases go to sleep and end on threads, in several ways.
-        while self._served.holders.awake_on(ino):  # noqa: ASYNC110
-            await trio.sleep(_PAUSE)
+    async def park(
+        self, channel: ClientChannel, scope: RequestScope, message: Park, permit: Callable[[], list[int]]
+    ) -> None:
+        """Serve Park. OSError EBUSY with the programs that do not sleep, and as ServedMount.park()."""
+        served = self._served
 
-    async def bring_back(self, channel: ClientChannel, descriptors: Sequence[Descriptor]) -> None:
-        """Serve BringBack. OSError EPERM, and as Mount.inode_bring_back()."""
-        ino = self._check(channel, descriptors)
-        path = path_behind(descriptors[0].fd)
-        await run_to_the_end(functools.partial(self._served.bring_back, ino), channel.user.calls)
-        self._ask([holder for holder, _ in self._served.holders.leases_on(ino)], Asked(ino, "wake"))
-        # A version that had the name before has none now. Programs that sleep on it take over the newest one.
-        for older in self._served.holders.asleep_at(path):
-            with suppress(OSError):  # gone by now
-                if older.ino != ino and self._may_move(channel, older.ino):
-                    self._ask([older], Asked(older.ino, "wake"))
+        def check() -> tuple[list[int], list[Holder]]:
+            inodes = permit()
+            served.check_space(inodes, parks=True)  # before anybody is asked
+            return inodes, [holder for holder in served.holders.leases_on(inodes) if not holder.asleep]
 
-    def _check(self, channel: ClientChannel, descriptors: Sequence[Descriptor]) -> int:
-        ino = _checks.check_revocable(descriptors, self._served.st_dev)
-        if not self._may_move(channel, ino):
-            raise OSError(EPERM, "only the file's owner, root and the user who mounted may move it")
-        return ino
+        inodes, awake = await scope.in_thread(check)
+        listening = {_process_of(listener.peer) for listener in self._listeners}
+        if deaf := [holder for holder in awake if _process_of(holder.peer) not in listening]:
+            raise OSError(EBUSY, _in_use(deaf, "cannot be asked to sleep"))
+        number, question = self._ask(awake, "sleep")
+        self._questions[number] = question
+        try:
+            if question.asked:
+                with trio.move_on_after(message.wait):
+                    await self._until_asleep(inodes, question)
+            if question.declined:
+                raise OSError(EBUSY, question.declined)
+            if busy := [holder for holder in served.holders.leases_on(inodes) if not holder.asleep]:
+                raise OSError(EBUSY, _in_use(busy, f"has not gone to sleep within {message.wait:g} s"))
+            # If the client ends in between, the thread goes on: all of the files move.
+            count = await scope.in_thread(functools.partial(served.park, inodes))
+            channel.log(logging.INFO, "parked %d files", count)
+        except BaseException:
+            self._ask(awake, "wake")  # also those that go to sleep later
+            raise
+        finally:
+            del self._questions[number]
 
-    def _may_move(self, channel: ClientChannel, ino: int) -> bool:
-        uid = channel.peer.uid
-        return trusted(uid) or self._served.mount.inode_get(ino).uid == uid
+    async def _until_asleep(self, inodes: Iterable[int], question: _Question) -> None:
+        # Leases go to sleep and end on threads, in several ways. Only the first file in use is looked at again.
+        for ino in inodes:
+            while self._served.holders.awake_on(ino) and not question.declined:  # noqa: ASYNC110
+                await trio.sleep(_PAUSE)
 
-    def _ask(self, holders: Sequence[Holder], message: Asked) -> set[int]:
-        """Send a message to the programs of these holders that listen; returns their process numbers."""
-        processes = {(holder.peer.pid, holder.peer.uid) for holder in holders}
-        listening = [each for each in self._listeners if (each.peer.pid, each.peer.uid) in processes]
-        for listener in listening:
-            listener.send_if_possible(message)
-        return {listener.peer.pid for listener in listening}
+    async def bring_back(self, channel: ClientChannel, scope: RequestScope, permit: Callable[[], list[int]]) -> None:
+        """Serve BringBack. OSError as ServedMount.bring_back()."""
+        served = self._served
+        inodes = await scope.in_thread(permit)
+        await scope.in_thread(functools.partial(served.bring_back, inodes))
+
+        def find() -> list[Holder]:
+            found = [holder for holder in served.holders.leases_on(inodes) if holder.asleep]
+            # A version that had the name before has none now. Programs that sleep on it take over the newest one.
+            names = {name for ino in inodes if (name := served.name_of(ino))}
+            for older in served.holders.asleep():
+                with suppress(OSError):  # gone by now
+                    if not names.isdisjoint(_ends_of(older.path)) and served.name_of(older.ino) is None:
+                        found += [older] if served.owned_by(channel.peer.uid, older.ino) else []
+            return found
+
+        self._ask(await scope.in_thread(find), "wake")
+
+    def _ask(self, holders: Iterable[Holder], what: protocol.Move) -> tuple[int, _Question]:
+        """Ask the programs of these holders that listen, each once for all of its files."""
+        number = next(self._numbers) % _MOST_QUESTIONS or next(self._numbers)
+        by_process: dict[tuple[int, int], list[int]] = {}
+        for holder in holders:
+            by_process.setdefault(_process_of(holder.peer), []).append(holder.ino)
+        asked = [listener for listener in self._listeners if _process_of(listener.peer) in by_process]
+        for listener in asked:
+            inodes = list(dict.fromkeys(by_process[_process_of(listener.peer)]))
+            listener.send_if_possible(Asked(number, inodes[: protocol.MAX_FILES], what))
+        return number, _Question(asked)
 
 
-def _who_is_awake(awake: Sequence[Holder], asked: set[int], wait: float) -> str:
-    texts = []
-    for peer in dict.fromkeys(holder.peer for holder in awake):
-        why = f"has not gone to sleep within {wait:g} s" if peer.pid in asked else "cannot be asked to sleep"
-        texts.append(f"{peer} {why}")
-    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
-    return "the file is in use: " + ", ".join(texts[:_NAMED]) + more
+def _process_of(peer: ClientProcess) -> tuple[int, int]:
+    return peer.pid, peer.uid
+
+
+def _ends_of(path: str) -> set[str]:
+    """Return the ends of a path that begin after a slash."""
+    parts = path.split("/")
+    return {"/".join(parts[number:]) for number in range(len(parts))}
+
+
+def _in_use(awake: Sequence[Holder], why: str) -> str:
+    peers = list(dict.fromkeys(holder.peer for holder in awake))
+    more = f" and {len(peers) - _NAMED} more" if len(peers) > _NAMED else ""
+    return "the files are in use: " + ", ".join(f"{peer} {why}" for peer in peers[:_NAMED]) + more

@@ -5,14 +5,14 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from errno import EBUSY, EINVAL, EISDIR, EMFILE, ENODATA, ENOENT, ENOSPC, EXDEV
+from errno import EBUSY, EINVAL, EISDIR, EMFILE, ENODATA, ENOENT, ENOSPC, ESTALE, EXDEV
 from typing import Any, Final
 
 from gpufs.engine import Buffer, Lease, Mount, SharedPiece
 from gpufs.modes import COPY_ON_WRITE
-from gpufs.protocol import Register, receive_pieces
+from gpufs.protocol import Move, Register, receive_pieces
 from gpufs.service import _checks
 from gpufs.service._channel import ClientProcess
 from gpufs.service._kept import Keeping, KeptRegistrations, RegisteredMemory
@@ -24,7 +24,9 @@ from gpufs.units import bytes_text
 # A write through the mount waits as long for the memory of files that have just been removed.
 SPACE_SECONDS: Final = 3.0
 REGISTERED: Final = "registered"  # the mode of a registration
-_NAMED: Final = 3  # files in a message about a full device
+_NAMED: Final = 3  # files in a message
+# Why a file cannot be parked that others need not stay for: it has no memory of a device's, or was removed.
+_STAYS: Final = (EINVAL, EISDIR, ENOENT)
 
 
 @dataclass(eq=False, slots=True)
@@ -36,12 +38,15 @@ class Holder:
     path: str = ""  # the name at the beginning, as this process sees it
     ino: int = 0
     private: bool = False
+    read_only: bool = False  # the program's descriptor does not allow writing
     bytes: int = 0
+    placement: int | None = None  # where in the memory its program has the first byte
     charged: tuple[int, int] = (0, 0)  # the device of a private copy, and the bytes that it takes there
     since: float = field(default_factory=time.time)
     scope: RequestScope | None = None  # of a lease, which ends with it
     revoked: bool = False
     asleep: bool = False
+    may_move: bool = False  # whether the file may leave its device because the program sleeps
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry for ``.gpufs/leases``."""
@@ -59,23 +64,41 @@ class Holder:
         }
 
 
+def smaller(left: int, holder: Holder) -> OSError:
+    """Return the error about a file that has fewer bytes than a lease on it had."""
+    text = f"the file has {left} bytes now, and had {holder.bytes} when its attachment went to sleep"
+    return OSError(ESTALE, text)
+
+
+@dataclass(slots=True)
+class _Use:
+    """The leases on one file, except private copies, which keep nobody from anything."""
+
+    holders: set[Holder] = field(default_factory=set)
+    awake: int = 0
+    movers: int = 0  # of those that sleep, the ones whose programs may move the file
+
+
 class HolderTable:
     """All leases and registrations of a mount. Any thread may call."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards all below, and Holder.asleep
         self._holders: set[Holder] = set()
+        self._uses: dict[int, _Use] = {}  # by inode
         self._counts: Counter[tuple[int, bool]] = Counter()  # by user, and whether they are registrations
         self._private: Counter[tuple[int, int]] = Counter()  # bytes of private copies by user and device
 
-    def enter(self, holder: Holder) -> None:
-        """Add one. OSError EMFILE or EBUSY if its user has too many."""
+    def enter(self, holder: Holder, *, adopted: bool = False) -> None:
+        """Add one. OSError EMFILE or EBUSY if its user has too many, unless it is that of the former daemon."""
         uid, registered = key = holder.peer.uid, holder.mode == REGISTERED
         with self._lock:
-            if registered and self._counts[key] >= (most := self._limits.registrations_per_user()):
+            if adopted:
+                pass
+            elif registered and self._counts[key] >= (most := self._limits.registrations_per_user()):
                 raise OSError(EBUSY, f"a user may have {most} registrations at a time")
-            if not registered and self._counts[key] >= self._limits.attachments_per_user:
+            elif not registered and self._counts[key] >= self._limits.attachments_per_user:
                 raise OSError(EMFILE, f"user {uid} has {self._counts[key]} files attached already")
             self._counts[key] += 1
             self._holders.add(holder)
@@ -87,6 +110,35 @@ class HolderTable:
             self._counts[holder.peer.uid, holder.mode == REGISTERED] -= 1
             device, size = holder.charged
             self._private[holder.peer.uid, device] -= size
+            use = self._uses.get(holder.ino)
+            if use is None or holder not in use.holders:
+                return
+            self._count(use, holder, -1)
+            use.holders.remove(holder)
+            if not use.holders:
+                del self._uses[holder.ino]
+
+    def use(self, holder: Holder) -> None:
+        """Count one that has been entered among the leases on the file itself, awake or asleep."""
+        with self._lock:
+            use = self._uses.setdefault(holder.ino, _Use())
+            use.holders.add(holder)
+            self._count(use, holder, 1)
+
+    def set_asleep(self, holder: Holder, *, asleep: bool, may_move: bool = False) -> None:
+        """Let a lease in use sleep, or wake. ``may_move``: see Holder."""
+        with self._lock:
+            use = self._uses[holder.ino]
+            self._count(use, holder, -1)
+            holder.asleep, holder.may_move = asleep, may_move
+            self._count(use, holder, 1)
+
+    @staticmethod
+    def _count(use: _Use, holder: Holder, number: int) -> None:
+        if not holder.asleep:
+            use.awake += number
+        elif holder.may_move:
+            use.movers += number
 
     def charge(self, holder: Holder, device: int, size: int, total: int) -> None:
         """Count a private copy of ``size`` bytes on a device of ``total``. OSError ENOSPC beyond a user's share."""
@@ -103,20 +155,29 @@ class HolderTable:
             self._private[uid, device] += size
             holder.charged = (device, size)
 
-    def leases_on(self, ino: int) -> list[tuple[Holder, RequestScope]]:
-        """The leases on the file itself; private copies keep nobody from anything."""
+    def leases_on(self, inodes: Iterable[int]) -> list[Holder]:
+        """Return the leases on files, except private copies."""
         with self._lock:
-            holders = [holder for holder in self._holders if holder.ino == ino and not holder.private]
-        return [(holder, holder.scope) for holder in holders if holder.scope is not None]
+            return [holder for ino in inodes if (use := self._uses.get(ino)) for holder in use.holders]
 
-    def awake_on(self, ino: int) -> list[Holder]:
-        """Return the holders that use the memory of a file now; private copies and registrations do not."""
-        return [holder for holder, _ in self.leases_on(ino) if not holder.asleep]
-
-    def asleep_at(self, path: str) -> list[Holder]:
-        """Those that sleep on a file that had a name when they attached it."""
+    def awake_on(self, ino: int) -> int:
+        """Return how many leases use the memory of a file now."""
         with self._lock:
-            return [holder for holder in self._holders if holder.asleep and holder.path == path]
+            return use.awake if (use := self._uses.get(ino)) else 0
+
+    def is_left(self, ino: int, leaving: int = 0, *, may_move: bool = False) -> bool:
+        """Return whether all leases on a file sleep, and one of their programs may move it.
+
+        ``leaving``: how many are about to sleep; ``may_move``: whether one of these may.
+        """
+        with self._lock:
+            use = self._uses.get(ino)
+            return use is not None and use.awake <= leaving and (use.movers > 0 or may_move)
+
+    def asleep(self) -> list[Holder]:
+        """Return the leases that sleep."""
+        with self._lock:
+            return [holder for holder in self._holders if holder.asleep]
 
     def largest(self, device: int, mount: Mount) -> list[str]:
         """The files on a device that programs use awake and the programs, as texts, those with the most bytes first."""
@@ -127,7 +188,9 @@ class HolderTable:
             with contextlib.suppress(OSError):
                 if holder.ino not in found and mount.inode_get(holder.ino).device == device:
                     found[holder.ino] = holder
-        return [f"{each.path} {bytes_text(each.bytes)} by {each.peer}" for each in list(found.values())[:_NAMED]]
+            if len(found) == _NAMED:
+                break
+        return [f"{each.path} {bytes_text(each.bytes)} by {each.peer}" for each in found.values()]
 
     def as_list(self, uid: int) -> list[dict[str, Any]]:
         """Return those that a user may see, oldest first: root and the mount's owner see all, others their own."""
@@ -170,7 +233,8 @@ class ServedMount:
         every driver: sharing it would move it to a granule of its own, for good, and a reader could do that to all
         small files of a mount.
         """
-        if buffer.info.held_bytes < buffer.engine.devices[buffer.info.device].info.granule:
+        info = buffer.info
+        if info.held_bytes + info.parked_bytes < buffer.engine.devices[info.device].info.granule:
             return True
         return self.mount.engine.driver != "host" and (mode == COPY_ON_WRITE or not self.trust_readers)
 
@@ -199,51 +263,142 @@ class ServedMount:
 
     def lease_again(self, holder: Holder, *, writable: bool) -> Lease:
         """Open the lease of a holder again, whose file may be parked. OSError ENOSPC as bring_back()."""
-        try:
-            return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=str(holder.peer))
-        except OSError as error:
-            if error.errno != ENOSPC:
-                raise
-            raise OSError(ENOSPC, self._lack_of_memory(holder.ino)) from None
+        wanted, label = holder.placement, str(holder.peer)
+        with self._space_explained([holder.ino], parks=False):
+            return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=label, placement=wanted)
 
-    def _lack_of_memory(self, ino: int) -> str:
-        """Why a file cannot come back to its device."""
-        attributes = self.mount.inode_get(ino)
-        device = self.mount.engine.devices[attributes.device]
-        text = f"{device.info.directory} has {bytes_text(device.memory().free_bytes)} free, the file needs "
-        text += bytes_text(attributes.blocks * 512)
-        users = self.holders.largest(device.index, self.mount)
-        return text + (f"; in use there: {', '.join(users)}" if users else "")
+    def check_space(self, inodes: Sequence[int], *, parks: bool) -> None:
+        """OSError ENOSPC or EDQUOT with the figures unless files can be parked, or come back, together.
 
-    def park(self, ino: int) -> bool:
-        """Move a file to the host's memory; returns whether it is there now: small files stay.
-
-        OSError EBUSY if the file is in use, EOPNOTSUPP without host memory, ENOSPC and EDQUOT if that is full.
+        EOPNOTSUPP without host memory. For what comes back the text names the files and programs that hold memory.
         """
+        groups: dict[int, list[int]] = {-1: list(inodes)} if parks else {}  # by device
+        for ino in () if parks else inodes:
+            with contextlib.suppress(FileNotFoundError):  # removed by now
+                groups.setdefault(self.mount.inode_get(ino).device, []).append(ino)
+        for device, group in groups.items():
+            try:
+                self.mount.check_space(group, parks=parks)
+            except OSError as error:
+                users = [] if parks or error.errno != ENOSPC else self.holders.largest(device, self.mount)
+                text = f"{error.strerror}; in use there: {', '.join(users)}" if users else error.strerror
+                raise OSError(error.errno, text) from None
+
+    @contextlib.contextmanager
+    def _space_explained(self, inodes: Sequence[int], *, parks: bool) -> Iterator[None]:
+        """Have an error about missing memory say how much is missing."""
         try:
-            return self.mount.inode_park(ino)
+            yield
         except OSError as error:
             if error.errno == ENOSPC:
-                host = self.mount.engine.devices[-1]
-                text = f"{host.info.directory} has {bytes_text(host.memory().free_bytes)} free, the file needs "
-                raise OSError(ENOSPC, text + bytes_text(self.mount.inode_get(ino).blocks * 512)) from None
+                self.check_space(inodes, parks=parks)
             raise
 
-    def bring_back(self, ino: int) -> None:
-        """Move a file back to its device. OSError ENOSPC names the files and programs that hold memory."""
-        try:
-            self.mount.inode_bring_back(ino)
-        except OSError as error:
-            if error.errno != ENOSPC:
-                raise
-            raise OSError(ENOSPC, self._lack_of_memory(ino)) from None
+    def is_parked(self, ino: int) -> bool:
+        """Return whether a file is parked. OSError if it is no file of the mount's."""
+        with self.mount.buffer(ino) as buffer:
+            return buffer.info.parked_bytes > 0
 
-    def park_sleeping(self, ended: Holder) -> None:
-        """A lease has ended: its file is parked if all others on it sleep."""
-        others = [holder for holder, _ in self.holders.leases_on(ended.ino) if holder is not ended]
-        if others and all(holder.asleep for holder in others):
-            with contextlib.suppress(OSError):  # the file stays where it is
-                self.park(ended.ino)
+    def may_move(self, holder: Holder) -> bool:
+        """Return whether a file may leave its device because the program of a lease sleeps.
+
+        It may if the program can write to the file, or its user may have it moved from a shell.
+        """
+        return not holder.read_only or self.trust_readers or self.owned_by(holder.peer.uid, holder.ino)
+
+    def name_of(self, ino: int) -> str | None:
+        """Return the path of a file below the root of the mount, None without a name."""
+        path = self.mount.path(ino)
+        return None if path is None else os.fsdecode(path)
+
+    def owned_by(self, uid: int, ino: int) -> bool:
+        """Return whether a user may decide where a file lies and who uses it. OSError ENOENT if it is gone."""
+        return trusted(uid) or self.mount.inode_get(ino).uid == uid
+
+    def check_move(self, holders: Sequence[Holder], what: Move) -> None:
+        """OSError unless these leases can all sleep, or wake, now. Those that do already count.
+
+        As park() and bring_back(), and ESTALE for a file that is smaller now.
+        """
+        by_ino: dict[int, list[Holder]] = {}
+        for holder in holders:
+            if holder.asleep == (what == "wake"):
+                by_ino.setdefault(holder.ino, []).append(holder)
+        if what == "wake":
+            for ino, asleep in by_ino.items():
+                size = self.mount.inode_get(ino).size
+                for holder in asleep:
+                    if size < holder.bytes:
+                        raise smaller(size, holder)
+            return self.check_space(list(by_ino), parks=False)
+        moves = {ino: any(map(self.may_move, awake)) for ino, awake in by_ino.items()}
+        left = [ino for ino, awake in by_ino.items() if self.holders.is_left(ino, len(awake), may_move=moves[ino])]
+        return self.check_space(left, parks=True)
+
+    def park_if_left(self, ino: int) -> None:
+        """Move a file to the host's memory if all leases on it sleep, and one of their programs may move it.
+
+        OSError EOPNOTSUPP without host memory, ENOSPC and EDQUOT if that is full. A file in use stays, and small ones.
+        """
+        if not self.holders.is_left(ino):
+            return
+        with self._space_explained([ino], parks=True):
+            try:
+                self.mount.inode_park(ino)
+            except OSError as error:
+                if error.errno != EBUSY:  # the last one of its users parks it
+                    raise
+
+    def park(self, inodes: Sequence[int]) -> int:
+        """Move files to the host's memory, all of them or none. Return how many have moved; some stay where they are.
+
+        OSError EBUSY if one is in use, EOPNOTSUPP without host memory, ENOSPC and EDQUOT if that is full.
+        """
+        moved: list[int] = []
+        try:
+            with self._space_explained(inodes, parks=True):
+                for ino in inodes:
+                    try:
+                        if not self.is_parked(ino) and self.mount.inode_park(ino):
+                            moved.append(ino)
+                    except OSError as error:
+                        if error.errno not in _STAYS:
+                            raise
+        except OSError as error:
+            raise self._moved_back(error, moved, self.mount.inode_bring_back) from None
+        return len(moved)
+
+    def bring_back(self, inodes: Sequence[int]) -> None:
+        """Move files back to their devices, all of them or none. OSError ENOSPC says who holds memory."""
+        parked: list[int] = []
+        for ino in inodes:
+            with contextlib.suppress(OSError):  # it has gone, or is none that could be parked
+                if self.is_parked(ino):
+                    parked.append(ino)
+        if len(parked) > 1:  # one alone takes what it can get
+            self.check_space(parked, parks=False)
+        moved: list[int] = []
+        try:
+            with self._space_explained(parked, parks=False):
+                for ino in parked:
+                    with contextlib.suppress(FileNotFoundError):
+                        self.mount.inode_bring_back(ino)
+                        moved.append(ino)
+        except OSError as error:
+            raise self._moved_back(error, moved, self.mount.inode_park) from None
+
+    def _moved_back(self, failure: OSError, moved: Sequence[int], move: Callable[[int], object]) -> OSError:
+        """Undo what was done to the first of several files. The failure, with the names of those that stay moved."""
+        stuck = []
+        for ino in reversed(moved):
+            try:
+                move(ino)
+            except OSError:
+                stuck.append(self.name_of(ino) or f"inode {ino}")
+        if not stuck:
+            return failure
+        more = f" and {len(stuck) - _NAMED} more" if len(stuck) > _NAMED else ""
+        return OSError(failure.errno, f"{failure.strerror}; cannot go back: {', '.join(stuck[:_NAMED])}{more}")
 
     def register(self, holder: Holder, wanted: Register, memory: int, taken: list[int]) -> int | None:
         """Make a client's memory the contents of the holder's file.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpufs.statistics._format import MAGIC, StatisticsError, parse
+from gpufs.syscalls import closed_after
 
 _SUFFIX: Final = ".stats"
 _LARGEST: Final = 32 << 20
@@ -23,6 +24,7 @@ _MOST_FILES: Final = 8  # of one mount
 _KEPT_SECONDS: Final = 3600.0  # of the last counters of a mount whose process died
 _KEPT_FILES: Final = 64
 _F_OFD_GETLK: Final = 36
+_NO_EFFECTS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def file_name(pid: int, device: str) -> str:
@@ -103,8 +105,8 @@ def _readable(paths: Iterable[Path], uid: int) -> Iterator[dict[str, Any]]:
             yield read(path, uid)
 
 
-def _open(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _open(path: str | Path, flags: int) -> int:
+    return os.open(path, flags | _NO_EFFECTS)
 
 
 def _is_locked(fd: int) -> bool:
@@ -231,10 +233,9 @@ def sweep(folder: Path, devices: Iterable[str], mountpoint: str = "") -> None:
 
 
 def _remove_if_dead(path: Path) -> None:
-    try:
-        with open(path, "rb", buffering=0, opener=_open) as file:
+    # Its user can put a link in place of the folder at any moment.
+    with suppress(OSError), closed_after(os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)) as folder:
+        with closed_after(os.open(path.name, _NO_EFFECTS, dir_fd=folder)) as file:
             # A file whose first bytes are not there yet is of a process that is just making it.
-            if file.read(len(MAGIC)) == MAGIC and not _is_locked(file.fileno()):
-                os.unlink(path)
-    except OSError:
-        pass  # another user's, or gone
+            if os.read(file, len(MAGIC)) == MAGIC and not _is_locked(file):
+                os.unlink(path.name, dir_fd=folder)

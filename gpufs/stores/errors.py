@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from gpufs.stores.urls import Url
+from gpufs.stores.urls import UNSAFE, Url
 from gpufs.syscalls import os_error
 
 _Result = TypeVar("_Result")
@@ -30,6 +30,7 @@ _RETRIED_STATUS: Final = (408, 429)
 # object_store, which parses the keys of a list, says this.
 _ODD_KEY: Final = re.compile(r'Encountered object with invalid path: .*?[Pp]ath ("[^"]*")')
 _NOT_IMPLEMENTED: Final = 501
+_MOST_TEXT: Final = 10_000  # of what obstore says: it may have the whole answer of a server
 _FIRST_SECONDS: Final = 0.25
 _MOST_SECONDS: Final = 8.0
 # About 24 s in all.
@@ -43,7 +44,7 @@ _CREDENTIALS: Final = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
     "http": "the server asks for a password or a signed URL",
     "https": "the server asks for a password or a signed URL",
-    "hf": "set HF_TOKEN, and accept the model's conditions on its page",
+    "hf": "set HF_TOKEN to a valid token, and accept the model's conditions on its page",
 }
 
 
@@ -62,7 +63,7 @@ def failure(error: Exception, url: Url) -> StoreError:
     """Return the error for the user for one that obstore has raised."""
     from obstore import exceptions
 
-    text = str(error)
+    text = str(error)[:_MOST_TEXT]
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
     if (found := _CERTIFICATE.search(text)) is not None:
@@ -71,7 +72,7 @@ def failure(error: Exception, url: Url) -> StoreError:
         missing = "no certificates of authorities are installed: install ca-certificates, or set SSL_CERT_FILE"
         return StoreError(errno.EPROTO, missing, url.shown)
     if (found := _ODD_KEY.search(text)) is not None:
-        odd = f"the key {found[1]} has an empty part, one that is . or .., or a control character"
+        odd = f"the key {found[1]} has {UNSAFE}"
         what = "with it a directory cannot be listed: name the other files, or a directory below"
         return StoreError(errno.EINVAL, f"{odd}; {what}", url.shown)
     if "InvalidObjectState" in text:
@@ -85,7 +86,7 @@ def failure(error: Exception, url: Url) -> StoreError:
     if isinstance(error, exceptions.PreconditionError) or status in (412, 416):
         return StoreError(errno.ESTALE, "has changed during the copy: copy it again", url.shown)
     if _REGION.search(text):
-        region = re.search(r"expecting '([\w-]+)'|<Region>([\w-]+)<", text)
+        region = re.search(r"expecting '([\w-]{1,64})'|<Region>([\w-]{1,64})<", text)
         name = (region[1] or region[2]) if region else "that of the bucket"
         return StoreError(errno.EINVAL, f"the bucket is in another region: set AWS_REGION to {name}", url.shown)
     if isinstance(error, exceptions.UnauthenticatedError) or status == 401:
@@ -101,7 +102,15 @@ def failure(error: Exception, url: Url) -> StoreError:
     return StoreError(errno.EIO, _reason(text), url.shown, transient=transient)
 
 
-def of_status(status: int, url: Url) -> StoreError:
+def of_status(status: int, url: Url, code: str | None) -> StoreError:
+    """Return the error for the status of an answer. ``code``: what the Hub says about it."""
+    if url.scheme == "hf" and code == "RevisionNotFound":
+        return StoreError(errno.ENOENT, f"the revision {url.revision} does not exist", url.shown)
+    if url.scheme == "hf" and code == "RepoNotFound":
+        text = f"the {url.kind} {url.place} does not exist, or it is private: set HF_TOKEN"
+        return StoreError(errno.ENOENT, text, url.shown)
+    if url.scheme == "hf" and code == "GatedRepo":
+        return StoreError(errno.EACCES, f"access is denied: {_CREDENTIALS['hf']}", url.shown)
     if status in (404, 410):
         return StoreError(errno.ENOENT, "the file does not exist", url.shown)
     if status in (401, 403):
@@ -132,6 +141,11 @@ def _reason(text: str) -> str:
     cause = next((one or other for one, other in reversed(causes)), "")
     line = " ".join(f"{reason} {f'({cause})' if cause else ''}".split()).rstrip(": ")
     return f"the store does not answer as expected: {line[:300]}"
+
+
+def wrong_answer(error: BaseException, url: Url, server: str = "the store") -> StoreError:
+    """Return the error for an answer that is not as it must be; ``error`` names the field."""
+    return StoreError(errno.EPROTO, f"{server} does not answer as expected: {error}", url.shown)
 
 
 def missing_package(url: Url, package: str) -> StoreError:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from gpufs.stores.checksums import Checksum, of_etag
-from gpufs.stores.errors import TRIES, StoreError, failure, missing_package, retried
+from gpufs.stores.errors import TRIES, StoreError, failure, missing_package, retried, wrong_answer
 from gpufs.stores.urls import Url
 from gpufs.stores.web import WholeFile, authorization
 
@@ -22,12 +25,42 @@ if TYPE_CHECKING:
 # Each chunk is written as it arrives. The kernel passes at most 1 MiB to a mount at a time.
 _CHUNK_BYTES: Final = 1 << 20
 _PART_BYTES: Final = 16 << 20  # of an upload
+# The attribute of an object with the time of its source, in seconds since 1970, as rclone has it.
+_MODIFIED: Final = "mtime"
 _MOST_PARTS: Final = 10_000  # of S3
 # A connection from which nothing comes for so long is ended, and the range is requested again.
 _SILENT: Final = timedelta(seconds=30)
-_environment: Final = threading.Lock()
-# The limit of one request. It only ends what trickles for ever.
-_LONGEST: Final = timedelta(hours=1)
+# The limit of one request. It only ends what trickles for ever: the rest of a part is requested again.
+_LONGEST: Final = timedelta(minutes=10)
+_LONGEST_UPLOAD: Final = timedelta(hours=1)
+
+Size: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class FileMeta(msgspec.Struct, gc=False):
+    """What a store says about a file. No store has longer keys."""
+
+    path: Annotated[str, Meta(max_length=1024)]
+    size: Size
+    e_tag: Annotated[str, Meta(max_length=1024, pattern=r"^[ -~]*\Z")] | None
+    last_modified: datetime
+
+    @property
+    def strong_etag(self) -> str:
+        """The ETag if it changes with each byte, else ""."""
+        return "" if self.e_tag is None or self.e_tag.startswith("W/") else self.e_tag
+
+    @property
+    def modified_ns(self) -> int | None:
+        return nanoseconds(self.last_modified)
+
+
+def checked(meta: Any, url: Url) -> FileMeta:
+    """Return what obstore says about a file. StoreError if no file can be like that."""
+    try:
+        return msgspec.convert(meta, FileMeta)
+    except msgspec.ValidationError as error:
+        raise wrong_answer(error, url) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +68,14 @@ class StoreFile:
     url: Url  # of this file alone
     path: str  # its name below what the user has named
     size: int  # in bytes
-    etag: str | None  # the store's name for this content, if it checks that name in requests
-    version: str  # what changes with the content, "" if nothing is known
+    etag: str  # the store's name for this content, if it checks that name in requests; else ""
+    version: str  # what is another one with each other content, "" if nothing is known
     checksum: Checksum | None  # of its content, if the store has one
-    store: ObjectStore = field(repr=False)
+    _open: Callable[[], ObjectStore] = field(repr=False)
     _key: str = field(repr=False)
     # Requests the whole file at once, where a web server has it.
     whole: Callable[[], WholeFile] | None = field(default=None, repr=False)
-    # Whether that is the only way to load it. Its size is 0 here: the answer has it, if anything.
+    # Whether that is the only way to load it: the answer has the size, if anything.
     is_plain: bool = False
     modified_ns: int | None = None  # when it was changed, in nanoseconds since 1970, if the store knows
     cached: str | None = None  # the path of a file of this machine with the same content, in the cache of a hub
@@ -55,12 +88,13 @@ class StoreFile:
         import obstore
 
         options: Any = {"range": (start, end)}
-        if self.etag is not None and not self.etag.startswith("W/"):  # a weak one matches nothing
+        if self.etag:
             options["if_match"] = self.etag
         with translated(self.url):
-            result = obstore.get(self.store, self._key, options=options)
-        etag = result.meta["e_tag"]
-        if result.meta["size"] != self.size or (self.etag and etag and etag != self.etag):
+            result = obstore.get(self._open(), self._key, options=options)
+        meta = checked(result.meta, self.url)
+        same = not (self.etag and meta.e_tag) or meta.e_tag == self.etag
+        if meta.size != self.size or not same or not (self.version or meta.modified_ns == self.modified_ns):
             raise StoreError(errno.ESTALE, "has changed during the copy: copy it again", self.url.shown)
         chunks = iter(result.stream(min_chunk_size=_CHUNK_BYTES))
         while True:
@@ -68,6 +102,9 @@ class StoreFile:
                 chunk = next(chunks, None)
             if chunk is None:
                 return
+            start += len(chunk)
+            if start > end:
+                raise StoreError(errno.EIO, "the store sent more than was requested", self.url.shown)
             yield chunk
 
     def delete(self) -> None:
@@ -76,14 +113,14 @@ class StoreFile:
 
         def remove() -> None:
             with translated(self.url):
-                obstore.delete(self.store, self._key)
+                obstore.delete(self._open(), self._key)
 
         retried(remove)
 
 
 def nanoseconds(time: datetime | None) -> int | None:
     """Return a time of a store in nanoseconds since 1970, None for the time 0, which some report if they know none."""
-    return int(time.timestamp() * 1e9) or None if time is not None else None
+    return max(int(time.timestamp() * 1e9), 0) or None if time is not None else None
 
 
 @contextmanager
@@ -97,27 +134,35 @@ def translated(url: Url) -> Iterator[None]:
         yield
     except (BaseError, FileNotFoundError, ValueError) as error:
         raise failure(error, url) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which no module has by name
+            raise
+        raise wrong_answer(error, url) from None
 
 
-def open_store(url: Url, *, retries: int = 0, headers: dict[str, str] | None = None) -> ObjectStore:
+def open_store(url: Url, *, retries: int = 0, token: str | None = None) -> ObjectStore:
     """Return the store of a URL, without any request.
 
-    ``retries``: how often it repeats a request that fails. ``headers``: sent with each request.
+    ``retries``: how often it repeats a request that fails, for uploads. ``token``: sent with each request.
     """
+    bundle = os.environ.get("AWS_CA_BUNDLE") if url.scheme == "s3" else None  # as AWS's programs do
+    try:
+        certificates = Path(bundle).read_bytes() if bundle else b""
+    except OSError as error:
+        raise StoreError(error.errno or errno.EIO, f"AWS_CA_BUNDLE is {bundle}: {error.strerror}", url.shown) from None
     with translated(url):
         from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
         # The URL says http, or the variable with the store's endpoint does.
-        client: ClientConfig = {"allow_http": True, "timeout": _LONGEST, "read_timeout": _SILENT}
-        sent = dict(headers or {})
-        if url.is_web and (header := authorization(url)) is not None:
-            sent["authorization"] = header
-        if sent:
-            client["default_headers"] = sent
+        longest = _LONGEST_UPLOAD if retries else _LONGEST
+        client: ClientConfig = {"allow_http": True, "timeout": longest, "read_timeout": _SILENT}
+        if header := authorization(url, token):
+            client["default_headers"] = {"authorization": header}
         retry: Any = {"max_retries": retries}
         if url.scheme == "s3":
-            with _certificates():
-                return S3Store(url.place, client_options=client, retry_config=retry)
+            if certificates:
+                client["root_certificate"] = certificates
+            return S3Store(url.place, client_options=client, retry_config=retry)
         if url.scheme == "gs":
             return GCSStore(url.place, client_options=client, retry_config=retry)
         if url.scheme == "az":
@@ -125,29 +170,11 @@ def open_store(url: Url, *, retries: int = 0, headers: dict[str, str] | None = N
         return HTTPStore.from_url(url.without_user, client_options=client, retry_config=retry)
 
 
-@contextmanager
-def _certificates() -> Iterator[None]:
-    """Use the certificates that AWS_CA_BUNDLE names, as AWS's programs do: they are read when a store is opened."""
-    bundle = os.environ.get("AWS_CA_BUNDLE")
-    if not bundle:
-        yield
-        return
-    with _environment:
-        before = os.environ.get("SSL_CERT_FILE")
-        os.environ["SSL_CERT_FILE"] = bundle
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["SSL_CERT_FILE"]
-            else:
-                os.environ["SSL_CERT_FILE"] = before
-
-
-def upload(fd: int, size: int, url: Url, read: Callable[[int], None]) -> Checksum | None:
+def upload(fd: int, size: int, modified: str, url: Url, read: Callable[[int], None]) -> Checksum | None:
     """Store a file and return the checksum that the store has for it, None if it has none. Closes its descriptor.
 
-    ``read`` is called with the bytes read so far. An exception that it raises ends the upload.
+    ``modified``: the time that the object notes as that of its source. ``read`` is called with the bytes read so far.
+    An exception that it raises ends the upload.
     """
     part_bytes = _PART_BYTES
     while part_bytes * _MOST_PARTS < size:
@@ -168,7 +195,7 @@ def upload(fd: int, size: int, url: Url, read: Callable[[int], None]) -> Checksu
             yield bytes(part)
 
     try:
-        etag = _write(url, size, parts(), part_bytes)
+        etag = _write(url, size, modified, parts(), part_bytes)
     finally:
         os.close(fd)
     if url.scheme != "s3":
@@ -179,7 +206,7 @@ def upload(fd: int, size: int, url: Url, read: Callable[[int], None]) -> Checksu
     return checksum
 
 
-def _write(url: Url, size: int, chunks: Iterator[bytes], part_bytes: int) -> str | None:
+def _write(url: Url, size: int, modified: str, chunks: Iterator[bytes], part_bytes: int) -> str | None:
     """Write a file of an object store and return its ETag. Either all of it is written or nothing.
 
     ``chunks``: the content, in pieces of ``part_bytes``; an exception there ends it.
@@ -187,10 +214,22 @@ def _write(url: Url, size: int, chunks: Iterator[bytes], part_bytes: int) -> str
     import obstore
 
     store = open_store(url, retries=TRIES)
+    noted: Any = {_MODIFIED: modified} if modified else None
     with translated(url):
         if size <= part_bytes:
-            return obstore.put(store, url.key, b"".join(chunks), use_multipart=False)["e_tag"]
+            return obstore.put(store, url.key, b"".join(chunks), attributes=noted, use_multipart=False)["e_tag"]
         # The parts in flight are all the memory that it uses.
-        return obstore.put(store, url.key, chunks, use_multipart=True, chunk_size=part_bytes, max_concurrency=4)[
-            "e_tag"
-        ]
+        how: Any = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": 4}
+        return obstore.put(store, url.key, chunks, attributes=noted, **how)["e_tag"]
+
+
+def noted_of(store: ObjectStore, url: Url) -> tuple[int, str | None]:
+    """Return the size of an object, and the time of its source that it notes. StoreError if that fails."""
+    import obstore
+
+    def ask() -> Any:
+        with translated(url):
+            return obstore.get(store, url.key, options={"head": True})
+
+    found = retried(ask)
+    return found.meta["size"], found.attributes.get(_MODIFIED)

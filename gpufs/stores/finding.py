@@ -6,21 +6,29 @@ import errno
 import fnmatch
 import posixpath
 import re
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from gpufs import waiting
 from gpufs.stores.checksums import of_etag
 from gpufs.stores.errors import StoreError, retried
-from gpufs.stores.files import StoreFile, nanoseconds, open_store, translated
-from gpufs.stores.urls import Url, is_safe
+from gpufs.stores.files import FileMeta, StoreFile, checked, open_store, translated
+from gpufs.stores.urls import UNSAFE, Url, is_safe
 from gpufs.stores.web import WholeFile
+from gpufs.waiting import Workers
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _QUESTIONS: Final = 16  # about empty objects, at a time
+# A listing has at most so many names, which take about 1 KiB each. It comes in steps, and each has such a limit.
+_MOST_FILES: Final = 1_000_000
+_STEP_FILES: Final = 1000
+_STEP_SECONDS: Final = 300.0
 
 
 def find(url: Url, *, recursive: bool) -> list[StoreFile]:
@@ -73,7 +81,7 @@ def _select(url: Url, found: list[StoreFile], *, recursive: bool) -> list[StoreF
         files = [replace(one, path=one.url.key.removeprefix(prefix)) for one in below]
     for file in files:
         if not is_safe(file.path):
-            raise StoreError(errno.EINVAL, "its key has an empty part, or one that is . or ..", file.url.shown)
+            raise StoreError(errno.EINVAL, f"its key has {UNSAFE}", file.url.shown)
     return files
 
 
@@ -89,86 +97,105 @@ def _web_file(url: Url) -> StoreFile:
 
     whole = partial(WholeFile, url)
 
-    def ask() -> Any:
-        with translated(url):
-            return obstore.head(store, "")
-
-    def ask_by_get() -> Any:
-        with translated(url):
-            return obstore.get(store, "", options={"range": (0, 1)}).meta
-
     # Not all servers answer HEAD, or a request for a part: a URL may be signed for GET alone, and what a program makes
     # at the moment may have no length, or the length 0 in the answer to HEAD.
-    meta: Any = None
-    for question in (ask, ask_by_get):
+    meta: FileMeta | None = None
+    for ask in (_head, lambda store, key: obstore.get(store, key, options={"range": (0, 1)}).meta):
         try:
-            meta = retried(question)
+            meta = _meta(store, url, "", ask)
         except StoreError as error:
-            denied = error.errno == errno.EACCES and question is ask_by_get
+            denied = error.errno == errno.EACCES and ask is not _head
             if error.errno in (errno.ENOENT, errno.EPROTO) or error.transient or denied:
                 raise
             meta = None
-        if meta is not None and meta["size"]:
+        if meta is not None and meta.size:
             break
     else:
-        return StoreFile(url, url.name, 0, None, "", None, store, "", whole, is_plain=True)
-    # What a server does not report is the time 0. Another query may name another file of the same time.
-    time = meta["last_modified"]
-    version = meta["e_tag"] or (str(time) if time.timestamp() and not url.has_query else "")
-    modified = nanoseconds(None if url.has_query else time)
-    return StoreFile(url, url.name, meta["size"], meta["e_tag"], version, None, store, "", whole, modified_ns=modified)
+        return StoreFile(url, url.name, 0, "", "", None, lambda: store, "", whole, is_plain=True)
+    # Without a strong ETag nothing shows that parts are of one file. Another query may name another file of a time.
+    etag, modified = meta.strong_etag, None if url.has_query else meta.modified_ns
+    known = (url, url.name, meta.size, etag, etag, None, lambda: store, "", whole)
+    return StoreFile(*known, is_plain=not etag, modified_ns=modified)
+
+
+def _head(store: ObjectStore, key: str) -> Any:
+    import obstore
+
+    return obstore.head(store, key)
+
+
+def _meta(store: ObjectStore, url: Url, key: str, ask: Callable[[ObjectStore, str], Any] = _head) -> FileMeta:
+    """Return what a store says about a file."""
+
+    def ask_once() -> FileMeta:
+        with translated(url):
+            return checked(ask(store, key), url)
+
+    return retried(ask_once)
 
 
 def _bucket_file(store: ObjectStore, url: Url) -> StoreFile:
+    return _of_meta(store, url, _meta(store, url, url.key))
+
+
+def _of_meta(store: ObjectStore, url: Url, meta: FileMeta) -> StoreFile:
+    checksum = of_etag(meta.e_tag, meta.size) if url.scheme == "s3" else None
+    etag = meta.strong_etag
+    known = (url, url.name, meta.size, etag, etag, checksum, lambda: store, url.key)
+    return StoreFile(*known, modified_ns=meta.modified_ns)
+
+
+def _steps(store: ObjectStore, url: Url, directory: str, count: int) -> Iterator[list[FileMeta]]:
+    """Yield what a store lists, ``count`` names at a time. StoreError once it makes no progress."""
     import obstore
 
-    def ask() -> Any:
+    with translated(url):
+        batches = iter(obstore.list(store, directory or None, chunk_size=count))
+    while True:
+        deadline = time.monotonic() + _STEP_SECONDS
+        step: Any = waiting.start(next, batches, None)
         with translated(url):
-            return obstore.head(store, url.key)
-
-    return _of_meta(store, url, retried(ask))
-
-
-def _of_meta(store: ObjectStore, url: Url, meta: Any) -> StoreFile:
-    checksum = of_etag(meta["e_tag"], meta["size"]) if url.scheme == "s3" else None
-    etag = meta["e_tag"]
-    version, modified = etag or str(meta["last_modified"]), nanoseconds(meta["last_modified"])
-    return StoreFile(url, url.name, meta["size"], etag, version, checksum, store, url.key, modified_ns=modified)
+            try:
+                batch = waiting.result(step, lambda: time.monotonic() > deadline)  # noqa: B023 - called here alone
+            except OSError as error:
+                if error.errno != errno.ECANCELED:
+                    raise
+                text = f"the store lists nothing more, and has not ended its list after {_STEP_SECONDS:.0f} seconds"
+                raise StoreError(errno.ETIMEDOUT, text, url.shown) from None
+        if batch is None:
+            return
+        yield [checked(meta, url) for meta in batch]
 
 
 def _listed(store: ObjectStore, url: Url) -> list[StoreFile]:
     """Return all files below the directory that a URL names, or that its pattern begins with."""
-    import obstore
-
     fixed = re.split(r"[*?[]", url.key)[0] if url.is_pattern else f"{url.key}/"
     directory = posixpath.dirname(fixed).strip("/")
 
-    def ask() -> list[Any]:
-        with translated(url):
-            return [meta for batch in obstore.list(store, directory or None) for meta in batch]
+    def ask() -> dict[str, FileMeta]:
+        names: dict[str, FileMeta] = {}
+        for step in _steps(store, url, directory, _STEP_FILES):
+            before = len(names)
+            # Some tools store an empty object to make a directory. Its key ends with a slash, which obstore removes.
+            names.update((meta.path, meta) for meta in step if meta.size or meta.path not in names)
+            if len(names) == before and len(step) >= _STEP_FILES:
+                raise StoreError(errno.EPROTO, "the store lists the same names again", url.shown)
+            if len(names) > _MOST_FILES:
+                text = f"has more than {_MOST_FILES} files: name a directory below it, or a part of them"
+                raise StoreError(errno.EFBIG, text, url.shown)
+        return names
 
     root = Url("", url.scheme, url.place, "")
-    metas = sorted(retried(ask), key=lambda meta: str(meta["path"]))
-    found = [_of_meta(store, root.below(meta["path"]), meta) for meta in metas]
-    # Some tools store an empty object to make a directory. Its key ends with a slash, which obstore removes.
+    found = [_of_meta(store, root.below(path), meta) for path, meta in sorted(retried(ask).items())]
     empty = [file for file in found if not file.size]
-    with ThreadPoolExecutor(_QUESTIONS) as threads:
-        real = {file.url.key for file, there in zip(empty, threads.map(_is_there, empty), strict=True) if there}
+    with closing(Workers(_QUESTIONS)) as workers:
+        there = waiting.results([workers.submit(_stored, store, file.url) for file in empty])
+    real = {file.url.key for file in there if file is not None}
     return [file for file in found if file.size or file.url.key in real]
 
 
-def _is_there(file: StoreFile) -> bool:
-    return _stored(file.store, file.url) is not None
-
-
 def _has_files_below(store: ObjectStore, url: Url) -> bool:
-    import obstore
-
-    def ask() -> bool:
-        with translated(url):
-            return any(len(batch) > 0 for batch in obstore.list(store, url.key, chunk_size=1))
-
-    return retried(ask)
+    return retried(lambda: any(_steps(store, url, url.key, 1)))
 
 
 def below(url: Url) -> list[StoreFile]:

@@ -6,20 +6,57 @@ Credentials and the cache are those of huggingface_hub. What the cache has is co
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Meta
 
 from gpufs.stores.checksums import Checksum
-from gpufs.stores.errors import StoreError, missing_package, retried
-from gpufs.stores.files import StoreFile, nanoseconds, open_store
-from gpufs.stores.urls import Url
+from gpufs.stores.errors import StoreError, missing_package, retried, wrong_answer
+from gpufs.stores.files import Size, StoreFile, nanoseconds, open_store
+from gpufs.stores.urls import UNSAFE, Url, is_safe
 from gpufs.stores.web import WholeFile
 
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_MOST_BYTES: Final = 64 << 20  # of the Hub's answer: 250 bytes a file
 _SHA256_DIGITS: Final = 64  # the cache names large files by their SHA-256, others by Git's
+
+
+class _Stored(msgspec.Struct):
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+class _File(msgspec.Struct):
+    rfilename: Annotated[str, Meta(min_length=1, max_length=4096)]
+    size: Size
+    blobId: Annotated[str, Meta(pattern=r"^[0-9a-f]{40}\Z")]
+    lfs: _Stored | None = None
+
+    def __post_init__(self) -> None:
+        if not is_safe(self.rfilename):
+            raise ValueError(f"the name of the file has {UNSAFE}")
+
+
+class _Repository(msgspec.Struct):
+    """What the Hub says about a repository. Its names and digests become paths: they are what they must be."""
+
+    sha: Annotated[str, Meta(pattern=r"^[0-9a-f]{40}\Z")]
+    siblings: list[_File]
+    lastModified: datetime | None = None
+
+    def __post_init__(self) -> None:
+        if len({file.rfilename for file in self.siblings}) < len(self.siblings):
+            raise ValueError("two files have one name - at `$.siblings`")
 
 
 def list_files(url: Url) -> list[StoreFile]:
@@ -29,59 +66,55 @@ def list_files(url: Url) -> list[StoreFile]:
         from huggingface_hub import constants, errors
     except ModuleNotFoundError:
         raise missing_package(url, "huggingface_hub") from None
-
-    def ask() -> Any:
-        try:
-            return hub.HfApi().repo_info(url.place, repo_type=url.kind, revision=url.revision, files_metadata=True)
-        except errors.GatedRepoError:
-            text = "access is denied: set HF_TOKEN, and accept the model's conditions on its page"
-            raise StoreError(errno.EACCES, text, url.shown) from None
-        except errors.RevisionNotFoundError:
-            raise StoreError(errno.ENOENT, f"the revision {url.revision} does not exist", url.shown) from None
-        except errors.RepositoryNotFoundError:
-            text = f"the {url.kind} {url.place} does not exist, or it is private: set HF_TOKEN"
-            raise StoreError(errno.ENOENT, text, url.shown) from None
-        except errors.HFValidationError as error:
-            raise StoreError(errno.EINVAL, " ".join(str(error).split()), url.shown) from None
-        except errors.HfHubHTTPError as error:
-            status = error.response.status_code
-            if status == 401:
-                raise StoreError(errno.EACCES, "HF_TOKEN is not valid", url.shown) from None
-            text = f"the Hub does not answer as expected: status {status}"
-            raise StoreError(errno.EIO, text, url.shown, transient=status >= 500 or status == 429) from None
-        except Exception as error:  # noqa: BLE001 - of requests or httpx, as its version has it
-            text = f"the Hub cannot be reached: {type(error).__name__}: {error}"
-            raise StoreError(errno.EIO, text, url.shown, transient=True) from None
-
+    try:
+        hub.hf_hub_url(url.place, "")  # checks the name
+    except errors.HFValidationError as error:
+        raise StoreError(errno.EINVAL, " ".join(str(error).split()), url.shown) from None
     if constants.HF_HUB_OFFLINE:
         return _cached_files(url)
-    model = retried(ask)
-    cache = _cache_folder(url)
     token = hub.get_token()
-    headers = {"authorization": f"Bearer {token}"} if token else {}
+    of_revision = f"/revision/{quote(url.revision, safe='')}" if url.revision else ""
+    api = replace(url, text=f"{constants.ENDPOINT}/api/{url.kind}s/{url.place}{of_revision}?blobs=true")
+
+    def ask() -> bytes:
+        try:
+            with closing(WholeFile(api, token)) as answer:
+                return answer.content(_MOST_BYTES)
+        except StoreError as error:
+            error.filename = url.shown
+            raise
+
+    try:
+        model = msgspec.json.decode(retried(ask), type=_Repository)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise wrong_answer(error, url, constants.ENDPOINT) from None
+    cache = _cache_folder(url)
     files = []
-    for entry in sorted(model.siblings or [], key=lambda entry: entry.rfilename):
+    for entry in sorted(model.siblings, key=lambda entry: entry.rfilename):
         # The commit, not the branch: all files are of one state.
         of_file, at = _named(url, entry.rfilename, model.sha)
-        store = open_store(at, headers=headers)
-        sha256 = entry.lfs.sha256 if entry.lfs is not None else None
-        checksum = Checksum("sha256", sha256) if sha256 else Checksum("git", entry.blob_id or "")
+        checksum = Checksum("sha256", entry.lfs.sha256) if entry.lfs else Checksum("git", entry.blobId)
         # No ETag: that of the answer is of the server to which the Hub redirects.
         file = StoreFile(
             of_file,
             entry.rfilename,
-            entry.size or 0,
-            None,
+            entry.size,
+            "",
             checksum.value,
             checksum,
-            store,
+            partial(_store_of, at, token),
             "",
-            partial(WholeFile, at, headers),
-            modified_ns=nanoseconds(model.last_modified),  # of the latest commit: the file is not newer
-            cached=_with_size(os.path.join(cache, "blobs", checksum.value), entry.size or 0),
+            partial(WholeFile, at, token),
+            modified_ns=nanoseconds(model.lastModified),  # of the latest commit: the file is not newer
+            cached=_with_size(os.path.join(cache, "blobs", checksum.value), entry.size),
         )
         files.append(file)
     return files
+
+
+@functools.lru_cache(maxsize=32)  # more than are copied at once
+def _store_of(at: Url, token: str | None) -> ObjectStore:
+    return open_store(at, token=token)
 
 
 def _named(url: Url, name: str, commit: str) -> tuple[Url, Url]:
@@ -119,7 +152,8 @@ def _cached_files(url: Url) -> list[StoreFile]:
     folder, revision = _cache_folder(url), url.revision or "main"
     commit = revision
     with suppress(OSError), open(os.path.join(folder, "refs", revision), encoding="ascii", errors="replace") as file:
-        commit = file.read(64).strip()
+        named = file.read(64).strip()
+        commit = named if is_safe(named) else revision
     snapshot = os.path.join(folder, "snapshots", commit)
     files = []
     for directory, _, names in os.walk(snapshot):
@@ -130,15 +164,8 @@ def _cached_files(url: Url) -> list[StoreFile]:
             value = os.path.basename(os.path.realpath(path))
             checksum = Checksum("sha256" if len(value) == _SHA256_DIGITS else "git", value)
             of_file, at = _named(url, below, commit)
-            modified = status.st_mtime_ns
-            store = open_store(at)
-            files.append(
-                StoreFile(
-                    *(of_file, below, status.st_size, None, value, checksum, store, ""),
-                    modified_ns=modified,
-                    cached=path,
-                )
-            )
+            known = (of_file, below, status.st_size, "", value, checksum, partial(_store_of, at, None), "")
+            files.append(StoreFile(*known, modified_ns=status.st_mtime_ns, cached=path))
     if not files:
         text = f"is not in {folder}, and HF_HUB_OFFLINE is set"
         raise StoreError(errno.ENOENT, text, url.shown)

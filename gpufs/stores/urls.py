@@ -15,6 +15,7 @@ _SCHEMES: Final = (*_BUCKETS, "http", "https", "hf")
 # The Hub's kinds of repositories by the first part of their URLs, as huggingface_hub names them; models need none.
 HUB_KINDS: Final = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _PATTERN: Final = re.compile(r"[*?[]")
+UNSAFE: Final = "an empty part or one that is . or .., or a control character"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +126,20 @@ def _parse_hub(text: str, rest: str) -> Url:
     model, at, revision = model.partition("@")
     if not organisation or not model or (at and not revision):
         raise _refused(text, "is not like hf://[datasets/ | spaces/]ORG/MODEL[@REVISION][/FILE]")
-    _check_parts(text, key)
-    return Url(text, "hf", f"{organisation}/{model}", key, unquote(revision) or None, HUB_KINDS[kind])
+    revision = unquote(revision)
+    for part in (key, revision):  # a revision is a name in the Hub's cache, too
+        _check_parts(text, part)
+    return Url(text, "hf", f"{organisation}/{model}", key, revision or None, HUB_KINDS[kind])
 
 
 def _check_parts(text: str, key: str) -> None:
     if not is_safe(key.removesuffix("/")):
-        raise _refused(text, "has an empty part, or one that is . or ..")
+        raise _refused(text, f"has {UNSAFE}")
 
 
 def is_safe(path: str) -> bool:
-    """Return whether a path stays below a directory. "" is the directory itself."""
-    return not path or all(part not in ("", ".", "..") and "\0" not in part for part in path.split("/"))
+    """Return whether a path stays below a directory, and has no control character. "" is the directory itself."""
+    return not path or (min(path) >= " " and all(part not in ("", ".", "..") for part in path.split("/")))
 
 
 def _refused(url: str, text: str) -> OSError:

@@ -1,4 +1,4 @@
-"""A file of a web server by one plain request, whose own headers count: for servers that answer others wrongly."""
+"""One plain request to a web server, whose own headers count: for files of servers that answer others wrongly."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import errno
 import http.client
 import ssl
 import string
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from gpufs._version import __version__
@@ -20,22 +21,35 @@ from gpufs.stores.urls import Url
 _CHUNK_BYTES: Final = 1 << 20
 # A connection from which nothing comes for so long is ended.
 _SILENT_SECONDS: Final = 30.0
+_MOST_SECONDS: Final = 120.0  # of an answer that is no file
 
 
-def authorization(url: Url) -> str | None:
-    """Return the header for the user and password in a URL, None if it has none."""
+def authorization(url: Url, token: str | None = None) -> str | None:
+    """Return the header for a token, or the user and password in a web server's URL; None if there are none."""
+    if token is not None:
+        return f"Bearer {token}"
     parts = urlsplit(url.text)
-    if parts.username is None:
+    if not url.is_web or parts.username is None:
         return None
     words = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
     return "Basic " + base64.b64encode(words.encode()).decode()
 
 
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Passes what is for this server alone on if the server redirects to itself."""
+
+    def redirect_request(self, req: urllib.request.Request, *others: Any) -> urllib.request.Request | None:
+        new = super().redirect_request(req, *others)
+        if new is not None and (new.type, new.host) == (req.type, req.host):
+            new.unredirected_hdrs.update(req.unredirected_hdrs)
+        return new
+
+
 class WholeFile:
     """The answer to a request for a whole file. Iterating over it yields its bytes."""
 
-    def __init__(self, url: Url, headers: Mapping[str, str] | None = None) -> None:
-        """Make the request. StoreError if it fails. ``headers``: for this server alone, not where it redirects to."""
+    def __init__(self, url: Url, token: str | None = None) -> None:
+        """Make the request. StoreError if it fails. ``token``: for this server alone, not where it redirects to."""
         self._url = url
         # The opener follows redirects to http and https alone.
         opener = urllib.request.OpenerDirector()
@@ -45,22 +59,20 @@ class WholeFile:
             urllib.request.HTTPHandler(),
             urllib.request.HTTPSHandler(),
             urllib.request.HTTPDefaultErrorHandler(),
-            urllib.request.HTTPRedirectHandler(),
+            _Redirects(),
             urllib.request.HTTPErrorProcessor(),
         ):
             opener.add_handler(handler)
         # Spaces and letters other than ASCII are encoded, as obstore does.
         address = quote(url.without_user, safe=string.punctuation, errors="surrogateescape")
         request = urllib.request.Request(address, headers={"User-Agent": f"gpufs/{__version__}"})
-        for name, value in (headers or {}).items():
-            request.add_unredirected_header(name, value)
-        if (header := authorization(url)) is not None:
+        if header := authorization(url, token):
             request.add_unredirected_header("Authorization", header)
         try:
             answer = opener.open(request, timeout=_SILENT_SECONDS)
         except urllib.error.HTTPError as error:
             error.close()
-            raise of_status(error.code, url) from None
+            raise of_status(error.code, url, error.headers.get("X-Error-Code")) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._failure(error) from None
         assert isinstance(answer, http.client.HTTPResponse)
@@ -70,10 +82,23 @@ class WholeFile:
         # None if the server does not say it.
         self.size = int(length) if length.isdecimal() and len(length) < 20 and not chunked else None
 
+    def content(self, most: int) -> bytes:
+        """Return all of it. StoreError if it has more than ``most`` bytes, or takes too long."""
+        text, began = bytearray(), time.monotonic()
+        for chunk in self._chunks(self._answer.read1):  # which returns what has come
+            text += chunk
+            if len(text) > most or time.monotonic() - began > _MOST_SECONDS:
+                what = f"has more than {most >> 20} MiB, or takes longer than {_MOST_SECONDS:.0f} seconds"
+                raise StoreError(errno.EFBIG, f"the server's answer {what}", self._url.shown)
+        return bytes(text)
+
     def __iter__(self) -> Iterator[bytes]:
+        return self._chunks(self._answer.read)
+
+    def _chunks(self, read: Callable[[int], bytes]) -> Iterator[bytes]:
         done = 0
         try:
-            while chunk := self._answer.read(_CHUNK_BYTES):
+            while chunk := read(_CHUNK_BYTES):
                 done += len(chunk)
                 yield chunk
         except (OSError, http.client.HTTPException) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Self, TypeAlias
 
@@ -11,6 +11,7 @@ import torch
 
 from gpufs._naming import named_in
 from gpufs.formats import FormatError
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.checkpoint import find_files, link_error
 from gpufs.formats.element_types import IN_SAFETENSORS
 from gpufs.formats.placement import misplaced
@@ -54,10 +55,11 @@ class SafetensorsFile:
         self._memory = memory
         try:
             # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
-            self._start, header = _checked_header(memory.size, memory.read)
+            file = BoundedFile(memory.size, memory.read)
+            self._start, header = _checked_header(file)
             self._entries = header.entries
             self.metadata = header.metadata
-            self.records = parse_records(header.metadata)
+            self.records = parse_records(header.metadata, file)
             self._check_records()
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from None
@@ -184,14 +186,13 @@ class SafetensorsFile:
         return self._memory.separate(self._shaped(name, whole.view(dtype))[index])
 
 
-def _checked_header(size: int, read: Callable[[int, int], bytes]) -> tuple[int, Header]:
-    """Return where the data begins, and the header. ``read(offset, count)`` returns bytes of the file."""
-    prefix = read(0, min(size, LENGTH_BYTES + 1))
-    if not prefix.endswith(b"{"):
+def _checked_header(file: BoundedFile) -> tuple[int, Header]:
+    """Return where the data begins, and the header."""
+    if not file.beginning(LENGTH_BYTES + 1).endswith(b"{"):
         from gpufs.formats import table  # which names the format that the file has
 
-        table.check_safetensors(read(0, min(size, table.PREFIX_BYTES)))
-    return read_header(prefix, size, read)
+        table.check_safetensors(file.beginning(table.PREFIX_BYTES))
+    return read_header(file)
 
 
 class Checkpoint:

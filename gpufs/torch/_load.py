@@ -13,6 +13,7 @@ import torch
 
 from gpufs._naming import named_in
 from gpufs.formats import FormatError, archives, gguf, npy, table
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.checkpoint import link_error, read_beginning
 from gpufs.formats.layout import TensorPlace
 from gpufs.modes import Mode
@@ -32,8 +33,7 @@ class _FileInPlace:
         self.path = path
         self._storages: dict[int, torch.Tensor] = {}  # of torch.save(), by their offsets
         self.mode = mode
-        self.size = self._memory.size
-        self.read = self._memory.read
+        self.header = BoundedFile(self._memory.size, self._memory.read)
 
     def tensor(self, dtype: torch.dtype, offset: int, count: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor in ``count`` bytes from ``offset`` on. A copy if its address does not suit the dtype."""
@@ -124,7 +124,7 @@ def load(path: str | os.PathLike[str], device: Device = None, *, mode: Mode = "r
 
 def _load_gguf(file: _FileInPlace) -> dict[str, torch.Tensor]:
     tensors = {}
-    for entry in gguf.read_gguf(file.size, file.read)[0]:
+    for entry in gguf.read_gguf(file.header)[0]:
         dtype = TORCH_DTYPES[entry.type] if entry.block == 1 else torch.uint8
         tensor = file.tensor(dtype, entry.offset, entry.bytes, entry.stored_shape)
         vars(tensor).update(ggml_type=entry.type, ggml_shape=entry.shape)
@@ -133,18 +133,19 @@ def _load_gguf(file: _FileInPlace) -> dict[str, torch.Tensor]:
 
 
 def _load_npy(file: _FileInPlace) -> torch.Tensor:
-    return _array(file, npy.read_npy(file.size, file.read))
+    return _array(file, npy.read_npy(file.header, 0, file.header.size))
 
 
 def _load_archive(file: _FileInPlace) -> Any:
-    members = archives.read_members(file.size, file.read)
+    members = archives.read_members(file.header)
     if archives.pickle_name(members) is not None:
-        return archives.restore(archives.read_torch_archive(file.size, file.read), partial(_leaf, file))
+        saved = archives.read_torch_archive(file.header, members)
+        return archives.restore(saved, partial(_leaf, file), file.header)
     return _load_npz(file, members)
 
 
 def _load_npz(file: _FileInPlace, members: dict[str, archives.Member]) -> dict[str, torch.Tensor]:
-    arrays, others = npy.read_npz(members, file.read)
+    arrays, others = npy.read_npz(members, file.header)
     if members and not arrays:
         raise FormatError(f"the zip archive is neither of torch.save() nor of numpy: it has a member {min(members)!r}")
     tensors = {}
@@ -208,9 +209,9 @@ def _storage(value: archives.Storage, file: _FileInPlace, dtype: torch.dtype) ->
 
 
 def _stored(value: archives.StoredTensor, file: _FileInPlace, dtype: torch.dtype) -> torch.Tensor:
-    unsettable = [str(name) for name in value.attributes or () if type(name) is not str or hasattr(torch.Tensor, name)]
-    if unsettable:
-        raise FormatError(f"a tensor of the pickle replaces the attribute {unsettable[0][:100]!r} of torch.Tensor")
+    for name in value.attributes or ():
+        if type(name) is not str or hasattr(torch.Tensor, name):
+            raise FormatError(f"a tensor of the pickle replaces the attribute {name!r} of torch.Tensor")
     tensor = file.stored(value, dtype)
     if value.conjugated:
         tensor = tensor.conj()

@@ -153,7 +153,8 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[_ModuleTensor]:
             yield _ModuleTensor(name, module.get_submodule(owner), attribute, value, name in persistent)
 
 
-def _shortened(lines: list[str]) -> list[str]:
+def shortened(lines: list[str]) -> list[str]:
+    """Return the first lines, and how many more there are."""
     more = len(lines) - _SHOWN_LINES
     return lines if more <= 1 else [*lines[:_SHOWN_LINES], f"and {more} more"]
 
@@ -185,10 +186,10 @@ def _fill(
         if (shape := checkpoint.places[name].shape(name)) != tuple(group[0].value.shape)
     ]
     if wrong or (strict and (missing or unexpected)):
-        lines = [f"{type(module).__name__} does not fit {checkpoint.path}:", *_shortened(wrong)]
+        lines = [f"{type(module).__name__} does not fit {checkpoint.path}:", *shortened(wrong)]
         if strict:
-            lines += _shortened([f"not in the file: {name}" for name in sorted(missing)])
-            lines += _shortened([f"not in the module: {name}" for name in unexpected])
+            lines += shortened([f"not in the file: {name}" for name in sorted(missing)])
+            lines += shortened([f"not in the module: {name}" for name in unexpected])
             if any(slot.name in missing and not slot.persistent for slot in slots):
                 lines.append(_BUFFERS_MISSING)
         raise RuntimeError("\n    ".join(lines))

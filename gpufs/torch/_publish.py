@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gpufs._naming import named_in
+from gpufs.formats.budget import BoundedFile
 from gpufs.formats.safetensors import DATA_ALIGNMENT, PADDING_NAME, RECORDS_KEY, HeaderEntry, build_header
 from gpufs.formats.versions import FileLayout
 from gpufs.torch import _pool
@@ -24,7 +25,9 @@ _MAX_SPREAD = 1.25
 _LARGEST_ALIGNMENT = 4096
 # Kernels load several elements at a time, and are fastest at addresses such as those that torch allocates.
 _ALIGNMENT = 256
-_SPACE_FOR_NOTES = 1024  # bytes by which the metadata of later versions may be longer
+# Bytes by which the metadata of later versions may be longer, and more for what they note about each tensor.
+_SPACE_FOR_NOTES = 1024
+_SPACE_FOR_EACH = 128
 _FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _Source = torch.nn.Module | Mapping[str, torch.Tensor]
@@ -82,13 +85,15 @@ def publish(
         The file, on a mount of gpufs. A file that it replaces passes on its mode, access control list and pin (`gpufs
         pin`), and its owner where this user may set that.
     metadata : mapping of str to str, optional
-        More entries for the metadata of the file.
+        More entries for the metadata of the file. All are texts.
     buffers : bool
         Of a module, also the buffers that are not persistent, which are not in its ``state_dict()``.
         :func:`attach_module` then finds them in the file and need not compute them.
     replace : bool
         Whether the file is a new version of the one that has the name, if there is one, for programs that
-        :func:`follow` it. It then has the same layout: all tensors have the same names, dtypes, shapes and offsets.
+        :func:`follow` it. Then all tensors have the same names, dtypes, shapes, strides and ties. Their order,
+        attributes and ``requires_grad`` may be others, and the metadata as far as the header of the first version has
+        space: 1 KiB more, and 128 bytes for each tensor, if that was written with ``replace``, too.
         A symbolic link stays and leads to the new version; without ``replace`` the file takes its place.
 
     Returns
@@ -99,9 +104,10 @@ def publish(
     Raises
     ------
     FormatError
-        With ``replace``: the layouts differ; the text has the first difference. Nothing has been written.
-    TypeError
-        A tensor has no form in the file: its dtype, sparse tensors, those on the meta device, tensors that wrap others.
+        With ``replace``: the layouts differ; the text has the first tensor that differs. Nothing has been written.
+    TypeError, ValueError
+        Something has no form in the file: a tensor's dtype, sparse tensors, those on the meta device, tensors that wrap
+        others; metadata that is not text.
     DeviceFull
         The device has too little memory. The old file stays.
 
@@ -127,18 +133,24 @@ def publish(
     chosen = {name: value for name, value in _tensors(source, buffers).items() if not name.startswith(PADDING_NAME)}
     tensors = {name: _plain(name, tensor) for name, tensor in chosen.items()}
     records = _describe(source, chosen)
-    parts, layouts = _lay_out(tensors)
-    for name, layout in layouts.items():
-        records[name] = TensorRecord(**{**vars(records.get(name, TensorRecord())), **layout})
-    notes = {RECORDS_KEY: format_records(records)} if records else {}
-    notes = {"format": "pt", **(metadata or {}), **notes}
     # A link stays, and leads to the new version, as with gpufs.replace().
     target_path = Path(os.path.realpath(path) if replace else path)
     old = _layout_of(target_path) if replace else None
+    before = old.starts if old is not None else {}
+    parts, layouts = _lay_out(tensors, before)
+    for name, layout in layouts.items():
+        records[name] = TensorRecord(**{**vars(records.get(name, TensorRecord())), **layout})
+    notes = {"format": "pt", **(metadata or {})}
+    notes.pop(RECORDS_KEY, None)  # of another file
+    if records:
+        notes[RECORDS_KEY] = format_records(records)
     pool = _pool.find_pool(parts.values(), target_path)
     if pool is not None and _publish_in_place(pool, parts, notes, target_path, old):
         return Published(Path(path), tuple(tensors), pool.file_bytes, in_place=True)
-    entries = _place(parts)
+    # Where the version before has them, in whatever order they come now.
+    entries = _entries_at(parts, before, old.size - old.first_tensor if old is not None else 0)
+    if entries is None:
+        entries = _entries_at(parts, _place(parts), 0) or {}
     header = _header(entries, notes, old, later_versions=replace)
     size = len(header) + max((entry.end for entry in entries.values()), default=0)
     if old is not None:
@@ -170,7 +182,8 @@ def _layout_of(path: Path) -> FileLayout | None:
 
 def _layout_by(header: bytes, size: int) -> FileLayout:
     """Return the layout of a safetensors file with this header."""
-    return FileLayout.read("new.safetensors", size, lambda offset, count: header[offset : offset + count])
+    file = BoundedFile(size, lambda offset, count: header[offset : offset + count])
+    return FileLayout.read("new.safetensors", file)
 
 
 def _header(
@@ -185,7 +198,7 @@ def _header(
     header = build_header(entries.items(), notes)
     if not later_versions:
         return header
-    used = len(header.rstrip(b" ")) + _SPACE_FOR_NOTES
+    used = len(header.rstrip(b" ")) + _SPACE_FOR_NOTES + _SPACE_FOR_EACH * len(entries)
     return build_header(entries.items(), notes, size=used + -used % DATA_ALIGNMENT)
 
 
@@ -218,19 +231,31 @@ def _publish_in_place(
 
 
 def _entries_in_place(pool: _pool.PoolMemory, parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry] | None:
-    """Return the header's entries for tensors where they are, with padding between them. None if some overlap."""
+    """Return the header's entries for tensors where they are. None if some overlap."""
     assert pool.bytes is not None
     base = pool.bytes.data_ptr() + pool.header_bytes
+    starts = {name: part.data_ptr() - base if part.nbytes else 0 for name, part in parts.items()}
+    return _entries_at(parts, starts, len(pool.bytes) - pool.header_bytes)
+
+
+def _entries_at(
+    parts: Mapping[str, torch.Tensor], starts: Mapping[str, int], size: int
+) -> dict[str, HeaderEntry] | None:
+    """Return the header's entries for tensors that begin there, with padding up to ``size``.
+
+    None if some overlap, or begin nowhere.
+    """
+    if not parts.keys() <= starts.keys():
+        return None
     entries: dict[str, HeaderEntry] = {}
     end = 0
-    for name, part in sorted(parts.items(), key=lambda item: item[1].data_ptr() if item[1].nbytes else 0):
-        start = part.data_ptr() - base if part.nbytes else end
-        if start < end:
+    for name, part in sorted(parts.items(), key=lambda item: (starts[item[0]], item[1].nbytes)):
+        if starts[name] < end:
             return None
-        _pad(entries, end, start)
-        entries[name] = _entry(name, part, start)
+        _pad(entries, end, starts[name])
+        entries[name] = _entry(name, part, starts[name])
         end = entries[name].end
-    _pad(entries, end, len(pool.bytes) - pool.header_bytes)
+    _pad(entries, end, size)
     return entries
 
 
@@ -242,6 +267,8 @@ def _pad(entries: dict[str, HeaderEntry], start: int, end: int) -> None:
 
 def _tensors(source: _Source, buffers: bool) -> dict[str, torch.Tensor]:
     if not isinstance(source, torch.nn.Module):
+        if not isinstance(source, Mapping) or not all(isinstance(name, str) for name in source):
+            raise TypeError("publish() takes a module, or a dict of tensors by name: {'weight': tensor}")
         return dict(source)
     tensors: dict[str, torch.Tensor] = dict(source.named_parameters(remove_duplicate=False))
     persistent = source.state_dict(keep_vars=True).keys()
@@ -290,13 +317,23 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """Return what is written under which name, and the layout of the tensors that are not written as they are."""
+def _lay_out(
+    tensors: Mapping[str, torch.Tensor], before: Container[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """Return what is written under which name, and the layout of the tensors that are not written as they are.
+
+    ``before``: the names in the version before. Of tied tensors the one that was written there is written again.
+    """
+
+    def order(name: str) -> tuple[bool, bool]:
+        return not tensors[name].is_contiguous(), name not in before and _strided(name) not in before
+
     parts: dict[str, torch.Tensor] = {}
     layouts: dict[str, dict[str, Any]] = {}
     owners: dict[tuple[object, ...], str] = {}
     # The contiguous ones first: what is tied to them is a view of them.
-    for name, tensor in sorted(tensors.items(), key=lambda item: not item[1].is_contiguous()):
+    for name in sorted(tensors, key=order):
+        tensor = tensors[name]
         elements = span(tuple(tensor.shape), tensor.stride())
         memory = (tensor.device, tensor.data_ptr(), elements, tensor.dtype)
         layout = {"shape": tuple(tensor.shape), "strides": tensor.stride()}
@@ -309,7 +346,7 @@ def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
             if tensor.is_contiguous():
                 owners[memory] = name
         else:
-            entry = f"{name}.strided"
+            entry = _strided(name)
             while entry in tensors:
                 entry += "_"
             parts[entry] = tensor.as_strided((elements,), (1,))
@@ -318,8 +355,12 @@ def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tenso
     return parts, layouts
 
 
-def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry]:
-    """Return the header's entries, with padding between them where it is needed.
+def _strided(name: str) -> str:
+    return f"{name}.strided"
+
+
+def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return where each tensor begins in a file of its own.
 
     Tensors whose size is a multiple of a larger power of two come first. So each begins at a multiple of the largest
     power of two, up to 4096, that its size is a multiple of. Only behind a large tensor of another size there may be
@@ -330,15 +371,13 @@ def _place(parts: Mapping[str, torch.Tensor]) -> dict[str, HeaderEntry]:
         size = parts[name].nbytes
         return size >= _ALIGNMENT, min(size & -size, _LARGEST_ALIGNMENT)
 
-    entries: dict[str, HeaderEntry] = {}
+    starts: dict[str, int] = {}
     end = 0
     for name in sorted(parts, key=order, reverse=True):
         large, power = order(name)
-        start = end + -end % max(power, _ALIGNMENT if large else 1)
-        _pad(entries, end, start)
-        entries[name] = _entry(name, parts[name], start)
-        end = entries[name].end
-    return entries
+        starts[name] = end + -end % max(power, _ALIGNMENT if large else 1)
+        end = starts[name] + parts[name].nbytes
+    return starts
 
 
 def _entry(name: str, part: torch.Tensor, start: int) -> HeaderEntry:

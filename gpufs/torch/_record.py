@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpufs.formats import FormatError
+from gpufs.formats.budget import Budget
 from gpufs.formats.safetensors import RECORDS_KEY, parse_json
 
 _MAX_DIMENSIONS = 64
@@ -43,13 +44,13 @@ def format_records(records: Mapping[str, TensorRecord]) -> str:
     )
 
 
-def parse_records(metadata: Mapping[str, str] | None) -> dict[str, TensorRecord]:
+def parse_records(metadata: Mapping[str, str] | None, budget: Budget) -> dict[str, TensorRecord]:
     """Read the notes of a file, checked for form. FormatError if they are damaged."""
     text = (metadata or {}).get(RECORDS_KEY)
     if text is None:
         return {}
     try:
-        records = parse_json(text)
+        records = parse_json(text.encode(), budget)
         return {name: _parse_record(fields) for name, fields in records.items()}
     except (ValueError, RecursionError, TypeError, AttributeError) as error:
         raise FormatError(f"the notes of gpufs in the metadata are damaged: {error}") from None

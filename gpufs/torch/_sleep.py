@@ -18,7 +18,8 @@ def sleep(tensors: Tensors) -> int:
     """Give up the device memory of the files that tensors lie in, and keep the tensors.
 
     As `gpufs.sleep`: nothing may use the tensors, other tensors of the same files, and CUDA graphs over them until
-    `wake`. Tensors that are not in a file stay as they are, as private buffers of a module do.
+    `wake`. All of their files sleep, or none. Tensors that are not in a file stay as they are, as private buffers of a
+    module do.
 
     Parameters
     ----------
@@ -44,7 +45,7 @@ def sleep(tensors: Tensors) -> int:
     >>> gpufs.torch.wake(model)  # doctest: +SKIP
     16388784128
     """
-    return _sleep.change(_attachments(tensors), Attachment.sleep)
+    return _sleep.change(_attachments(tensors), "sleep")
 
 
 def wake(tensors: Tensors) -> int:
@@ -67,7 +68,7 @@ def wake(tensors: Tensors) -> int:
     OSError
         As `gpufs.wake`.
     """
-    return _sleep.change(_attachments(tensors), Attachment.wake)
+    return _sleep.change(_attachments(tensors), "wake")
 
 
 def _attachments(tensors: Tensors) -> list[Attachment]:

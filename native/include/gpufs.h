@@ -201,10 +201,10 @@ typedef struct {
  * does not matter. The contents move there unless others use them or the device is full: see the info. */
 gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, int64_t placement,
                               gpufs_handle* lease);
-/* Opens a lease on a file of a mount that a process had which has ended, for the holder of the memory: on its first
- * `bytes` alone, although it may have grown since, by holes perhaps. */
+/* Opens a lease on a file of a mount that its holder had before: on its first `bytes` alone, although it may have grown
+ * since, by holes perhaps. placement: as above. */
 gpufs_status gpufs_lease_open_again(gpufs_handle mount, uint64_t ino, uint32_t flags, uint64_t bytes, const char* label,
-                                    gpufs_handle* lease);
+                                    int64_t placement, gpufs_handle* lease);
 gpufs_status gpufs_lease_info_get(gpufs_handle lease, gpufs_lease_info* info);
 /* Extends it to what the buffer has grown to. */
 gpufs_status gpufs_lease_refresh(gpufs_handle lease);
@@ -406,8 +406,8 @@ gpufs_status gpufs_name_path(gpufs_handle mount, uint64_t ino, const char** path
 /* Removes all names of a file, and queues notifications of the kernel. ENOENT if unknown. */
 gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino);
 
-/* References keep an inode that has no names, as the kernel's do. They end with the process, also if another one goes
- * on with the mount. ENOENT if unknown. */
+/* References keep an inode that has no names, as the kernel's do. A process that goes on with the mount of another
+ * takes them again before gpufs_mount_start(), which drops the others. ENOENT if unknown. */
 gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_release(gpufs_handle mount, uint64_t ino);
 gpufs_status gpufs_inode_get(gpufs_handle mount, uint64_t ino, gpufs_attributes* attributes);
@@ -474,6 +474,9 @@ gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_
  * files stay). EBUSY: a program has a lease on them. ENOSPC, EDQUOT: there is no space, or a limit is reached. */
 gpufs_status gpufs_inode_park(gpufs_handle mount, uint64_t ino, int32_t* parked);
 gpufs_status gpufs_inode_bring_back(gpufs_handle mount, uint64_t ino);
+/* Whether there is space now to park all of these files, or to bring them back: else ENOSPC or EDQUOT with the figures.
+ * Waits up to three seconds for memory that is being freed. Others may take the space before the files do. */
+gpufs_status gpufs_inodes_check_space(gpufs_handle mount, const uint64_t* inos, uint64_t count, int32_t parks);
 /* Before the mount is started: a full device parks files that nobody uses. */
 gpufs_status gpufs_mount_evict(gpufs_handle mount);
 /* Ends that: all calls on the file fail with ESTALE. On return nothing uses the memory any more, and the kernel has

@@ -134,7 +134,8 @@ def run_campaign(session: Session, name: str, campaign: Campaign, *, quick: bool
     begin = time.monotonic()
     host = Path(tempfile.mkdtemp(prefix=f"gpufs-campaign-{name}-", dir="/dev/shm"))
     try:
-        with GpufsMount(session, memory=_memory(), allow_other=os.geteuid() == 0) as mount:
+        shared = os.geteuid() == 0
+        with GpufsMount(session, "--host-memory", "64M", memory=_memory(), allow_other=shared) as mount:
             root = mount.device / name
             root.mkdir()
             _warm(root)

@@ -6,7 +6,8 @@ import os
 import shutil
 from collections.abc import Sequence
 
-from support.attaching import fuzz, kill_programs, prepare_fuzz
+from support.attaching import kill_programs
+from support.fuzzing import fuzz, prepare_fuzz
 from support.processes import run
 
 from campaigns.harness import Missing, Place, need
@@ -108,6 +109,6 @@ def attacked(place: Place) -> str:
     mount = place.root.parents[1]
     seconds = 10 if place.quick else 300
     directory = prepare_fuzz(mount)
-    fuzz(mount, seconds, os.getpid())
+    longest = fuzz(mount, seconds, os.getpid())
     shutil.rmtree(directory)
-    return f"{seconds} s of attacks, seed {os.getpid()}"
+    return f"{seconds} s of attacks, seed {os.getpid()}; others waited {longest:.2f} s at most"

@@ -259,7 +259,7 @@ def test_a_name_that_is_the_copy_itself_has_one_source(root: Path, tmp_path: Pat
 def test_update_copies_what_has_changed(root: Path, tmp_path: Path) -> None:
     source, copy = tmp_path / "model", root / "model"
     make_model(source)
-    assert counts("-rT", source, copy) == (8, 0)
+    assert counts("-rTu", source, copy) == (8, 0)
     assert counts("-rTu", source, copy) == (0, 8)
     later = time.time() + 60
     os.utime(source / "a.safetensors", (later, later))
@@ -267,6 +267,11 @@ def test_update_copies_what_has_changed(root: Path, tmp_path: Path) -> None:
     os.utime(source / "c.bin", (0, 0))  # older, but not what was copied
     assert counts("-rTu", source, copy) == (2, 6)
     assert (copy / "c.bin").read_text() == "another size"
+    os.utime(source / "c.bin", (9, 9))
+    (source / "c.bin").write_text("another SIZE")
+    os.utime(source / "c.bin", (8, 8))  # older, and of equal size
+    assert counts("-rTu", source, copy) == (1, 7)
+    assert (copy / "c.bin").read_text() == "another SIZE"
     assert counts("-aTu", source, root / "kept") == (8, 0)
     assert counts("-aTu", source, root / "kept") == (0, 8)
 
@@ -278,7 +283,7 @@ def test_a_dry_run_changes_nothing(root: Path, tmp_path: Path) -> None:
     wanted = [f"{source / name} -> {root / 'model' / name}: {len(name)} B" for name in SELECTED]
     assert sorted(done.stdout.splitlines()) == wanted
     assert os.listdir(root) == []
-    gpufs_here("cp", "-r", source, root)
+    gpufs_here("cp", "-ru", source, root)
     (source / "notes.txt").write_text("more notes")
     assert counts("-ru", "--dry-run", source, root) == (1, 7)
     assert counts("-rn", "--dry-run", source, root) == (0, 8)

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 from support.cli import fails, fails_here, gpufs, gpufs_here, mountpoint, open_directory, user_gpufs  # noqa: F401
-from support.data import KIB, MIB, noise
-from support.mounting import GPUFS, GpufsMount
+from support.data import GIB, KIB, MIB, left, noise
+from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE, as_nobody, plain_user, run, wait_until
 from support.watchdog import mounted_at
 
@@ -326,6 +326,45 @@ def test_an_interrupted_save_leaves_nothing(root: Path, host: Path, number: sign
     assert not [name for name in os.listdir(host) if name != "save"]
 
 
+@pytest.mark.parametrize(
+    "command", ["save", pytest.param("restore", marks=pytest.mark.slow), pytest.param("umount", marks=pytest.mark.slow)]
+)
+def test_a_signal_ends_a_command_whose_other_side_does_not_answer(mount: Mounter, command: str) -> None:
+    """Threads that wait in the kernel do not keep it, nor its output, and the next run finds nothing in its way."""
+    ours, other = mount(memory=GIB), mount(memory=512 * MIB)
+    (ours.device / "large").write_bytes(noise(PART + MIB))
+    for number in range(100):
+        (ours.device / f"{number}").write_bytes(noise(MIB, number))
+    save, restored = other.device / "save", ours.device / "restored"
+    if command == "restore":
+        gpufs_here("save", ours.path, save)
+    words = {
+        "save": ("save", ours.path, save),
+        "umount": ("umount", ours.path, "--save", save),
+        "restore": ("restore", save / "tree" / "gpu0", restored),
+    }[command]
+    before = left(other.device)
+    with subprocess.Popen([*GPUFS, *words], stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: left(other.device) != before or restored.exists(), PATIENCE, "the beginning")
+        other.daemon.send_signal(signal.SIGSTOP)
+        try:
+            time.sleep(0.5)
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            _, text = process.communicate(timeout=PATIENCE)
+            seconds = time.monotonic() - began
+        finally:
+            other.daemon.send_signal(signal.SIGCONT)
+    assert process.returncode == -signal.SIGTERM, text
+    assert seconds < 10
+    assert mounted_at(str(ours.path))
+    if command == "restore":
+        gpufs_here("restore", "--overwrite", *words[1:])
+    else:
+        gpufs_here("save", ours.path, save)
+        assert left(other.device) == ["save"]
+
+
 def test_a_killed_restore_leaves_whole_files(saved: tuple[Path, Path], root: Path) -> None:
     source, save = saved
     whole = {name: (source / name).read_bytes() for name in ("a", "d/b", "d/c")}
@@ -442,11 +481,13 @@ def test_a_flipped_bit_is_found_and_its_file_named(saved: tuple[Path, Path], roo
         os.fspath(save / "tree" / name) for name in ("a", "d/b")
     ]
     assert str(PART) in done.stderr
-    done = gpufs_here("restore", "--verify", save, root / "end", check=False)
+    done = gpufs_here("restore", save, root / "end", check=False)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 2
     assert sorted(os.listdir(root / "end")) == ["d"]
     assert os.listdir(root / "end" / "d") == ["c"]
+    gpufs_here("restore", "--no-verify", save, root / "damaged")
+    assert (root / "damaged" / "a").read_bytes() == (save / "tree" / "a").read_bytes()
 
 
 def test_other_damage_is_found_before_anything_is_restored(saved: tuple[Path, Path], root: Path) -> None:
@@ -637,3 +678,44 @@ def test_a_save_with_a_name_of_255_bytes(root: Path, tmp_path: Path) -> None:
     for _ in range(2):  # also in place of the first one
         gpufs_here("save", root, tmp_path / ("s" * 255))
     assert [path.name for path in tmp_path.iterdir()] == ["s" * 255]
+
+
+def test_trees_deeper_than_functions_and_descriptors_go(root: Path, host: Path) -> None:
+    """They are saved, also over an older save, restored and deleted. What is too deep for a path is refused by name."""
+
+    def make_levels(path: Path, count: int) -> None:
+        above = os.open(path, os.O_RDONLY)
+        for _ in range(count):
+            os.mkdir("d", dir_fd=above)
+            below = os.open("d", os.O_RDONLY, dir_fd=above)
+            os.close(above)
+            above = below
+        os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=above))
+        os.close(above)
+
+    def limited(*words: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return run("prlimit", "--nofile=256:", *GPUFS, *map(str, words), check=check)
+
+    def levels(path: Path) -> int:
+        return len(run("find", path, "-type", "d", "-name", "d").stdout.splitlines())
+
+    for path in (root / "deep", root / "deeper", host / "empty"):
+        path.mkdir()
+    try:
+        make_levels(root / "deep", 1100)
+        for _ in range(2):
+            limited("save", root / "deep", host / "s")
+            assert sorted(os.listdir(host)) == ["empty", "s"]
+        limited("restore", host / "s", root / "r")
+        assert levels(root / "r") == 1100
+        limited("sync", "--delete", host / "empty", root / "r")
+        assert levels(root / "r") == 0
+        make_levels(root / "deeper", 2200)
+        refused = limited("save", root, host / "s", check=False)
+        assert refused.returncode == 1
+        assert "--exclude" in refused.stderr
+        limited("save", "--exclude", "deeper", root, host / "s")
+        assert levels(host / "s") == 1100
+        assert sorted(os.listdir(host)) == ["empty", "s"]
+    finally:
+        run("rm", "-rf", root / "deep", root / "deeper", root / "r", host / "s", host / ".s.gpufs-part")

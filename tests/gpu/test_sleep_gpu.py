@@ -119,3 +119,31 @@ def test_a_graph_uses_each_version(driver: str, tmp_path: Path) -> None:
                 publisher.stdin.write("\n")
                 publisher.stdin.flush()
         assert publisher.returncode == 0
+
+
+def test_parameters_that_were_moved_or_cast_get_new_versions_by_a_copy(driver: str, tmp_path: Path) -> None:
+    """The rest of the model follows in place, and a part that was quantised refuses the version by its name."""
+
+    def models(where: str) -> Any:
+        return torch.nn.Sequential(*(linear(512, where) for _ in range(4)))
+
+    with mounted(tmp_path / "mnt", driver=driver, memory="256M") as mount:
+        path = mount.device / "model"
+        gpufs.torch.publish(models("cuda"), path, replace=True)
+        model = gpufs.torch.attach_module(models("meta"), path)
+        follower = gpufs.torch.follow(model, on_forward=False)
+        model[0].cpu()
+        model[1].float()
+        model[2].load_state_dict({"weight": model[2].weight.detach().clone()}, assign=True)
+        for _ in range(3):
+            new = models("cuda")
+            gpufs.torch.publish(new, path, replace=True)
+            assert follower.update()
+            for part, expected in zip(model.parameters(), new.parameters(), strict=True):
+                assert torch.equal(part, expected.to(part.device, part.dtype))
+        before = [parameter.clone() for parameter in model.parameters()]
+        model[3].weight = torch.nn.Parameter(model[3].weight.to(torch.int8), requires_grad=False)
+        gpufs.torch.publish(models("cuda"), path, replace=True)
+        with pytest.raises(ValueError, match=r"3\.weight"):
+            follower.update()
+        assert all(torch.equal(*each) for each in zip(list(model.parameters())[:3], before, strict=False))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cli import fails_here, gpufs, gpufs_here, refused_here, user_gpufs
@@ -78,7 +79,7 @@ def writes(pid: int, root: Path) -> bool:
     return any(link.startswith(str(root.parent)) and link.endswith("(deleted)") for link in links)
 
 
-def await_copy(session: Session, child: subprocess.Popen[str], root: Path) -> None:
+def await_copy(session: Session, child: subprocess.Popen[Any], root: Path) -> None:
     """Wait until a process has begun to write a file below a directory, or the command has ended."""
 
     def has_begun() -> bool:
@@ -530,17 +531,6 @@ def test_a_chain_from_python(nodes: Nodes, host: Path, tmp_path: Path, monkeypat
     assert [error.errno for error in failure.value.exceptions if isinstance(error, OSError)] == [errno.ENOENT] * 2
 
 
-def test_older_machines(root: Path, tmp_path: Path) -> None:
-    """They would take the first copy of a chain alone, copy all instead of a part, or into a directory."""
-    (root / "file").write_bytes(b"x")
-    for before, words in [
-        ("hello.chains = False", (root / "file", "-t", "a:x", "-t", "b:y")),
-        ("hello.selects = False", ("-T", root / "file", "a:x")),
-        ("hello.selects = False", ("-r", "--exclude", "x", "a:x", root)),
-    ]:
-        assert "install the same gpufs on all" in refused_here(*fake(tmp_path, before=before), *words)
-
-
 # ---- NIXL ----
 
 LARGE = 1 << 30  # NIXL is asked from this size on
@@ -823,6 +813,14 @@ channel.receive()
 """
 
 
+ONE_FILE = """
+channel.send(File(0, 0, b"file", b"/file", 3, 3, True, attributes))
+channel.send_data(memoryview(b"abc"))
+channel.send(End())
+channel.receive()
+"""
+
+
 def fake(path: Path, *, before: str = "", after: str = "") -> tuple[str, ...]:
     """Options that make a program the other side."""
     program = script(path / "fake.py", FAKE.format(before=before, after=after))
@@ -882,17 +880,134 @@ channel.receive()
         assert left(root) == []
 
 
-def test_results_that_are_missing(root: Path, tmp_path: Path) -> None:
-    """A machine that stores nothing and says nothing is not a success."""
+def file(size: int, *sent: str, data: int | None = None, attributes: str = "attributes") -> str:
+    """What sends a file of this size, and then ``sent``."""
+    begun = f'channel.send(File(0, 0, b"f", b"/f", {size}, {size if data is None else data}, True, {attributes}))'
+    return "\n".join([begun, *sent, "channel.send(End())"])
+
+
+def raw(message: bytes) -> str:
+    """What sends a message as it is."""
+    return f"channel._send(True, {message!r})"
+
+
+ABC = 'channel.send_data(memoryview(b"abc"))'
+ENTER = 'channel.send(Enter(0, b"{name}", b"d", True, FileAttributes(0o40755, 0, 0, 0, 0)))'
+LINK = 'channel.send(Link(0, b"f", b"/f", {target!r}, attributes))'
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "",
+        file(4, ABC),
+        file(2, ABC),
+        file(3, ABC, "channel.send(Hole(1 << 62))"),
+        file(3, ABC, data=4),
+        file(0, "channel._send(False, b'')"),
+        file(1 << 63),
+        file(3, ABC, attributes="FileAttributes(0o100644, 1 << 32, 0, 0, 0)"),
+        file(3, ABC, attributes="FileAttributes(0o100644, 0, 0, 1 << 63, 0)"),
+        LINK.format(target=b"/etc/passwd"),
+        f"{ENTER.format(name='d')}\n{LINK.format(target=b'a' + bytes(1))}\nchannel.send(Leave())",
+        "channel.send(Plan(1 << 40, 0))",
+        'for number in range(3): channel.send(Offer(b"x", 1))',
+        'channel.send(Failed(0, "", b""))',
+        ABC,
+        raw(b"\x82\xa4type\xa4Plan\xa1x" + b"\x91" * 100_000),
+        raw(b"\xc1"),
+    ],
+    ids=range(17),
+)
+def test_a_sender_that_lies(root: Path, tmp_path: Path, after: str) -> None:
+    """The copy ends with one line, in which no type of Python is named, and leaves no file."""
+    options = ("-r",) if "Enter" in after else ()
+    text = refused_here(*options, "-p", *fake(tmp_path, after=f"{after}\n"), "node:/f", root / "copy")
+    assert text.startswith("gpufs cp: node:")
+    assert "Error" not in text
+    assert not any(path.is_file() or path.is_symlink() for path in root.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "options"),
+    [
+        ("", ()),
+        ("channel.send(Finished())", ()),
+        ("channel.send(FileResult(message.number, b'x', size=2))", ()),
+        ("channel.send(FileResult(message.number, b'x', size=1))", ("--verify",)),
+        (f"channel.send(FileResult(message.number, b'x', size=1, checksum={'0' * 64!r}))", ("--verify",)),
+        ("channel.send(FileResult(message.number, b'x', skipped=True))", ()),
+        (f"channel.send(FileResult(message.number, b'x', {errno.ECANCELED}))", ()),
+        ("channel.send(FileResult(message.number, b'x', size=1, hop=1))", ()),
+        ("channel.send(FileResult(message.number, b'x', size=1, paths={'magic': 1}))", ()),
+        ("channel.send(FileResult(message.number, b'x', size=1, seconds=float('nan')))", ()),
+        ("for number in range(9): channel.send(Free(number))", ()),
+        ("channel.send(Deleted(b'/x'))", ()),
+    ],
+)
+def test_a_receiver_that_lies(root: Path, tmp_path: Path, answer: str, options: tuple[str, ...]) -> None:
+    """What is not stored, or not as it was sent, is not a success."""
     (root / "file").write_bytes(b"x")
-    after = "\n".join(
-        ["while not isinstance(channel.receive(), FilesDone): pass", "channel.send(Finished())", "channel.receive()"]
-    )
-    program = FAKE.format(before="", after="").replace("channel.send(Plan(3, 3))", after)
-    shell = script(
-        tmp_path / "rsh", f"#!/bin/sh\nexec {sys.executable} {script(tmp_path / 'f.py', program)} 2>/dev/null\n"
-    )
-    assert "no result of" in refused_here("-e", shell, root / "file", "node:x")
+    receive = f"""
+while not isinstance(message := channel.receive(), FilesDone):
+    if isinstance(message, File):
+        {answer or "pass"}
+channel.send(Finished())
+channel.receive()
+"""
+    program = FAKE.format(before="", after="").replace("channel.send(Plan(3, 3))", receive)
+    shell = f"#!/bin/sh\nexec {sys.executable} {script(tmp_path / 'f.py', program)} 2>/dev/null\n"
+    assert "Error" not in refused_here(*options, "-e", script(tmp_path / "rsh", shell), root / "file", "node:x")
+
+
+def test_a_machine_that_does_not_copy_what_it_is_asked_for(tmp_path: Path) -> None:
+    for answer in ("channel.send(Finished())", 'channel.send(FileResult(0, b"x", size=1, hop=1))'):
+        assert refused_here(*fake(tmp_path, after=f"{answer}\n"), "node:x", "other:y")
+
+
+def test_many_failures_take_little_memory(root: Path, tmp_path: Path) -> None:
+    """A machine can report any number. All are counted."""
+    after = 'for number in range(20_000): channel.send(Failed(13, "x" * 4000, b"y" * 4000))'
+    command = [*GPUFS, "cp", *fake(tmp_path, after=f"{after}\n"), "node:/f", str(root / "copy")]
+    program = f"""
+import resource, subprocess, sys
+with open({str(tmp_path / "errors")!r}, "wb") as errors:
+    print(subprocess.run({command!r}, stderr=errors).returncode)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+    code, used = map(int, run(sys.executable, "-c", program).stdout.split())
+    lines = (tmp_path / "errors").read_bytes().splitlines()
+    assert (code, lines[-1]) == (1, b"gpufs cp: 10000 more failures are not shown")
+    assert len(lines) == 10_001
+    assert used * 1024 < 100 * MIB
+
+
+def test_nothing_is_deleted_that_could_not_be_sent(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    """With a part of the source that cannot be read, the other machine keeps its copy."""
+    (host / "deep").mkdir()
+    for name in ("a", "deep/b"):
+        (host / name).write_bytes(b"x")
+    gpufs_here("sync", *remote, "-L", "--delete", host, f"node:{root}/copy")
+    (host / "deep" / "b").unlink()
+    (host / "deep" / "b").symlink_to("nowhere")
+    done = gpufs_here("sync", *remote, "-L", "--delete", host, f"node:{root}/copy", check=False)
+    assert (done.returncode, (root / "copy" / "deep" / "b").read_bytes()) == (1, b"x")
+    assert "nothing is deleted" in done.stderr
+
+
+def test_a_file_that_changes_while_it_is_sent(session: Session, root: Path, host: Path) -> None:
+    """The copy has the promised size: of a file that grows what it was, and of one that shrinks nothing."""
+    old = noise(16 * MIB)
+    slow = ("-e", str(throttled_shell(session)), "--remote-gpufs", GPUFS[0])
+    for size, code in ((SIZE, 0), (MIB, 1)):
+        (host / "file").write_bytes(old)
+        command = [*GPUFS, "cp", *slow, str(host / "file"), f"node:{root}/copy"]
+        with subprocess.Popen(command) as child:
+            await_copy(session, child, root)
+            os.truncate(host / "file", size)
+            assert child.wait(PATIENCE) == code
+        assert left(root) == ["copy"]
+        assert_same((root / "copy").read_bytes(), old)
 
 
 def test_versions(root: Path, tmp_path: Path) -> None:
@@ -900,7 +1015,7 @@ def test_versions(root: Path, tmp_path: Path) -> None:
     assert "versions 7 to 9" in refused_here(
         *fake(tmp_path, before="hello.oldest, hello.newest = 7, 9"), "node:/file", root
     )
-    gpufs_here("cp", *fake(tmp_path, before="hello.newest = 9"), "node:/file", root)
+    gpufs_here("cp", *fake(tmp_path, before="hello.newest = 9", after=ONE_FILE), "node:/file", root)
 
 
 # ---- wrong input ----
@@ -981,7 +1096,7 @@ def test_a_peer_names_no_command(tmp_path: Path) -> None:
         f"""
 import subprocess, msgspec
 from gpufs.hosts.channel import HostChannel
-from gpufs.hosts.messages import FilesDone, Finished, Plan
+from gpufs.hosts.messages import Failed, FilesDone, Finished, Plan
 from gpufs.hosts.peer import our_hello
 class Request(msgspec.Struct, tag=True):
     sends: bool
@@ -994,12 +1109,13 @@ for sends in (True, False):
     command = [{GPUFS[0]!r}, "serve-copy"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     channel = HostChannel(child.stdout.fileno(), child.stdin.fileno(), silence=30)
-    channel.read_line(256)
+    channel.read_line(256, 30)
     channel.send(our_hello())
     channel.receive()
     channel.send(Request(sends, [b"x"], {os.fsencode(tmp_path)!r}, [b"h:x"], {str(trap)!r}, {str(trap)!r}))
     if not sends:
         channel.send(Plan(0, 0))
+        channel.send(Failed(2, "", b"x"))
         channel.send(FilesDone())
     while not isinstance(channel.receive(), Finished):
         pass
@@ -1092,3 +1208,25 @@ def test_by_ssh(sshd: str, root: Path, host: Path) -> None:
     for name in ("first", "second"):
         assert_same((root / name / "copy").read_bytes(), noise(9 * MIB))
     assert f"root@localhost:{root}/none: No such file" in refused_here(*remote, f"root@localhost:{root}/none", host)
+
+
+def test_sync_from_the_home_directory(
+    root: Path, host: Path, remote: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HOST: without a path. It was the root directory."""
+    monkeypatch.chdir(host)  # where a remote shell starts
+    (host / "notes").write_bytes(b"mine")
+    gpufs_here("sync", *remote, "--exclude", "/*/", "node2:", root / "copy")
+    assert left(root / "copy") == ["notes"]
+
+
+def test_a_sync_sees_what_a_program_writes_in_memory(root: Path, host: Path, remote: tuple[str, ...]) -> None:
+    (root / "source").mkdir()
+    (root / "source/model").write_bytes(noise(MIB))
+    for ends in ((f"node2:{root}/source", host / "copy"), (root / "source", f"node2:{host}/copy2")):
+        gpufs_here("sync", *remote, *ends)
+        with package.attach(root / "source/model", "r+"):
+            for _ in range(2):
+                assert json.loads(gpufs_here("sync", "--json", *remote, *ends).stdout)["files"] == 1
+        gpufs_here("sync", *remote, *ends)
+        assert json.loads(gpufs_here("sync", "--json", *remote, *ends).stdout)["files"] == 0

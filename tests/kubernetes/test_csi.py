@@ -9,8 +9,10 @@ import random
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -170,6 +172,98 @@ def test_volumes_share_a_model(node: Node) -> None:
     kubelet.start()
     assert node.models() == [name]
     shutil.rmtree(node.mount.device / "csi" / name)
+
+
+def test_the_state_is_lost(node: Node) -> None:
+    """The plug-in finds its volumes by what is bound. Models that pods use stay, and go with the last of them."""
+    kubelet = node.kubelet
+    first = kubelet.publish("v1")
+    (shown,) = node.models()
+    kubelet.publish("v2", include="*.json", keep="true")
+    kubelet.unpublish("v2")
+    kubelet.end(signal.SIGKILL)
+    state = kubelet.state / "state.json"
+    state.write_bytes(state.read_bytes()[:40])
+    assert str(state) in kubelet.why_it_does_not_start()
+    state.unlink()
+    kubelet.start()
+    wait_until(state.exists, 10, "the volume that is found")
+    check(first)
+    node.hub.requests.clear()
+    check(kubelet.publish("v3"))
+    kubelet.unpublish("v3")
+    refused("ALREADY_EXISTS", partial(kubelet.publish, "v1", exclude="deep"))
+    assert kubelet.publish("v1") == first
+    assert not node.hub.requests  # the model is the same
+    run("umount", "-R", "-l", first)  # which it repairs, as of a volume that it has always known
+    wait_until(partial(os.path.isfile, first / "config.json"), 10, "the volume")
+    kubelet.unpublish("v1")
+    (name,) = node.models()
+    assert name != shown
+    shutil.rmtree(node.mount.device / "csi" / name)
+
+
+def test_no_volume_without_its_model(node: Node, tmp_path: Path) -> None:
+    """Where files of a model are missing, it is fetched again, also for pods that show it. There is no empty volume."""
+    kubelet, folder = node.kubelet, node.mount.device / "csi"
+    first = kubelet.publish("v1")
+    (name,) = node.models()
+    run("rm", "-rf", folder / name, check=False)  # what is bound in it stays
+    second = kubelet.publish("v2")
+    check(second)
+    wait_until(partial(os.path.isfile, first / "config.json"), 10, "the model in the other pod")
+    check(first)
+    (folder / name / "weights.safetensors").write_bytes(b"half")
+    assert kubelet.publish("v2") == second
+    for volume in (first, second):
+        whole = partial(lambda path: path.stat().st_size > 4, volume / "weights.safetensors")
+        wait_until(whole, 10, "all of the model")
+        check(volume)
+    refused("NOT_FOUND", partial(kubelet.publish, "v3", include="*.gguf"))
+    # Another plug-in on the mount leaves all of that alone, and has a copy of its own.
+    environment = {"HF_ENDPOINT": node.hub.url, "HF_HOME": str(tmp_path)}
+    with Kubelet(tmp_path, node.mount.path, environment) as other:
+        check(other.publish("v1"))
+        assert len([name for name in node.models() if not name.startswith(".")]) == 2
+        other.unpublish("v1")
+    check(first)
+    kubelet.unpublish("v1")
+    kubelet.unpublish("v2")
+    # What was shown when it should have gone goes now, at the latest when the plug-in starts.
+    kubelet.end()
+    kubelet.start()
+
+
+def test_what_another_user_has_is_not_the_plugins(tmp_path: Path, node: Node) -> None:
+    """Nor what the mount's owner shows under its name. Nobody else enters the directory that it makes."""
+    precious = tmp_path / "precious"
+    (precious / "below").mkdir(parents=True)
+    forged = "mkdir -p csi/x/.gpufs; echo hf://org/model >csi/x/.gpufs/source; touch csi/x/.gpufs/keep"
+    options = ["--allow-other", "--host-memory", "8M", "--backing", f"csi={precious}"]
+    environment = {"HF_ENDPOINT": node.hub.url, "HF_HOME": str(tmp_path / "hub")}
+    with mounted(tmp_path / "mnt", *options, memory="32M") as mount:
+        (mount.path / "host0").joinpath("csi").symlink_to(precious)
+        for before in (f"ln -s {precious} csi", forged):
+            run("setpriv", "--reuid", str(NOBODY), "--clear-groups", "sh", "-c", before, cwd=mount.device)
+            with Kubelet(Path(tempfile.mkdtemp(dir=tmp_path)), mount.path, environment) as kubelet:
+                check(kubelet.publish("v1"))
+                kubelet.unpublish("v1")
+                mine = [path for path in mount.device.glob("csi*") if path.lstat().st_uid == 0]
+                assert [stat.filemode(path.lstat().st_mode) for path in mine] == ["drwx------"]
+                assert os.lstat(mount.device / "csi").st_uid == NOBODY
+            run("rm", "-r", mine[0], mount.device / "csi")
+        assert os.listdir(precious) == ["below"]
+        # One of an administrator, who has limited it, is used, and closed.
+        (mount.device / "csi").mkdir(0o755)
+        with Kubelet(tmp_path, mount.path, environment) as kubelet:
+            check(kubelet.publish("v1"))
+            assert stat.filemode((mount.device / "csi").stat().st_mode) == "drwx------"
+            kubelet.unpublish("v1")
+            # It ends also when nothing is left of what it works with.
+            gpufs("umount", "--force", mount.path)
+            shutil.rmtree(kubelet.directory)
+            kubelet.end()
+        gpufs("mount", mount.path, "--driver", "host", "--memory", "32M")
 
 
 def test_some_files(node: Node) -> None:

@@ -1,6 +1,5 @@
 """gpufs.mount(): mounts that belong to a program, and what is left of them when it fails or dies."""
 
-import errno
 import json
 import os
 import signal
@@ -183,10 +182,13 @@ def test_programs_see_what_the_commands_print(mountpoint: Path, tmp_path: Path) 
         assert found.devices[1].used_bytes >= 3 << 20
         assert all(device.used_bytes + device.free_bytes == device.total_bytes for device in found.devices)
         assert found.free_bytes == sum(device.free_bytes for device in found.devices) > 0
-        assert mountpoint in [one.path for one in gpufs.mounts()]
-    with pytest.raises(OSError, match=str(mountpoint)) as caught:
-        gpufs.status(mountpoint)
-    assert caught.value.errno == errno.EINVAL
+        several = gpufs.mounts(timeout=20)
+        assert mountpoint in [one.path for one in several]
+        assert len(str(several).splitlines()) == len(several)
+        assert str(mountpoint) in str(several)
+    for path in (mountpoint, tmp_path / "missing"):
+        with pytest.raises(gpufs.NotOnMount, match=str(path)):
+            gpufs.status(path)
 
 
 def test_modules_in_the_working_directory_are_not_run(tmp_path: Path) -> None:

@@ -21,9 +21,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from support import attaching
+from support.cli import gpufs as gpufs_command
 from support.mounting import GpufsMount
 from support.pages import DOCS, ENVIRONMENT, Shell, block, blocks, commands, options_of
-from support.processes import NOBODY, as_nobody, as_other, errno_of, run
+from support.processes import NOBODY, as_nobody, as_other, errno_of, run, wait_until
 from support.watchdog import mounted_at, rescue
 from torch import nn
 
@@ -287,6 +289,73 @@ def test_several_models(mount: Any, driver: str, tmp_path: Path) -> None:
     for command in commands("howto/several-models.md"):
         if command.split()[1] in ("sleep", "wake", "pin", "unpin"):
             assert "1 file, " in shell(command)
+
+
+# Computes with a module in sharded files under the lock of the page, and prints each result that differs.
+COMPUTING = """
+import sys, time
+import gpufs, gpufs.torch, torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1000, 1000, bias=False) for _ in range(3))
+    def forward(self, x):
+        return sum(layer(x).sum() for layer in self.layers).item()
+
+with torch.device("meta"):
+    model = Model()
+gpufs.torch.attach_module(model, sys.argv[1])
+PAGE
+x = torch.ones(1000)
+first = model(x)
+try:
+    gpufs.torch.sleep(model)
+except gpufs.DeviceFull:
+    print("full", flush=True)
+rounds = 0
+while True:
+    with idle:
+        result = model(x)
+    rounds += 1
+    if result != first or rounds == 1:
+        print(result == first, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_a_program_that_is_asked(mount: Any, driver: str, tmp_path: Path) -> None:
+    if driver != "host":
+        pytest.skip("the pages run on host memory")
+    made = mount("--host-memory", "16M", "--memory", "32M")
+    folder = made.device / "model"
+    folder.mkdir()
+    places = {}
+    for number in range(3):
+        name = f"layers.{number}.weight"
+        places[name] = f"model-{number + 1:05}-of-00003.safetensors"
+        save_file({name: torch.rand(1000, 1000)}, folder / places[name])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    filler = made.path / "host0/filler"
+    filler.write_bytes(bytes(8 << 20))
+    script = COMPUTING.replace("PAGE", block("howto/several-models.md", "when_asked"))
+    with attaching.program(script, folder) as computing:
+        assert computing.stdout is not None
+        assert computing.stdout.readline() == "True\n"
+        for _ in range(2):
+            filler.write_bytes(bytes(8 << 20))
+            assert gpufs_command("sleep", folder, check=False).returncode == 1  # the program goes on
+            filler.unlink()
+            wait_until(lambda: gpufs_command("sleep", folder, check=False).returncode == 0, 60, "the program to listen")
+            leases = json.loads((made.path / ".gpufs/leases").read_text())["leases"]
+            assert [lease["asleep"] for lease in leases] == [True] * 3
+            gpufs_command("wake", folder)
+        wait_until(lambda: not gpufs_command("sleep", folder, check=False).returncode, 60, "the program to wake")
+        gpufs_command("wake", folder)
+        assert computing.poll() is None
+        computing.kill()
+        assert set(computing.stdout.read().split()) <= {"True"}
 
 
 def test_update_weights_in_place(mounted: GpufsMount, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_good_machine_has_no_findings(machine: Callable[..., Environment]) -> 
         ({"proc/self/status": "NoNewPrivs:\t1\n"}, {}, "fusermount3", OK, "fusermount3"),
         ({"proc/self/status": "NoNewPrivs:\t0\n"}, {"uid": 1000}, "fusermount3", OK, "fusermount3"),
         ({"etc/fuse.conf": "#user_allow_other\n"}, {}, "user_allow_other", NOTE, "only root"),
-        ({}, {"limit": lambda kind: (8 << 20, 8 << 20), "uid": 1000}, "locked memory", NOTE, str(8 << 20)),
+        ({}, {"limit": lambda kind: (8 << 20, 8 << 20), "uid": 1000}, "locked memory", NOTE, "8.0 MiB"),
         ({}, {"limit": lambda kind: (-1, -1), "uid": 1000}, "locked memory", OK, "unlimited"),
         ({}, {"limit": lambda kind: (1024, 1024)}, "descriptors", NOTE, "1024"),
         ({}, {"limit": lambda kind: (resource.RLIM_INFINITY,) * 2}, "descriptors", OK, "unlimited"),
@@ -128,6 +128,11 @@ def test_each_problem_comes_with_advice(
     assert found.state == state
     assert text in found.text
     assert state == OK or found.advice
+
+
+def test_the_limit_of_locked_memory_is_in_the_unit_of_its_file(machine: Callable[..., Environment]) -> None:
+    found = one(checks.examine(machine({}, limit=lambda kind: (8 << 20, 8 << 20), uid=1000), []), "locked memory")
+    assert str(192 << 10) in found.advice
 
 
 def test_a_missing_fastpath_is_explained(machine: Callable[..., Environment]) -> None:

@@ -22,6 +22,9 @@ OFFSET = (*NUMBER, 1 << 63)
 PLACEMENT = (-1, 256, 1.5, "8")
 TEXT = ("x" * 1025, b"x", 1, None)
 NUMBERS: tuple[Any, ...] = ([-1], ["1"], {}, None)
+INODES: tuple[Any, ...] = (*NUMBERS, [], [1] * 1501)
+LEASES: tuple[Any, ...] = (*INODES, [0], [1 << 32])
+MOVE = ("", None, 1)
 SECONDS = (-1, math.nan, True, None, "1")
 COUNTS: tuple[Any, ...] = ({"x": -1}, {1: 1}, {"x" * 1025: 1}, {str(number): 1 for number in range(17)}, [], None)
 CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
@@ -60,10 +63,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     "detach": ({"id": 1}, {"id": ID}),
     "sleep": ({"id": 1}, {"id": ID}),
     "wake": ({"id": 1}, {"id": ID}),
-    "park": ({"id": 1, "wait": 3600}, {"id": ID, "wait": (*SECONDS, 3600.5, math.inf)}),
-    "bring_back": ({"id": 1}, {"id": ID}),
+    "check": ({"id": 1, "leases": [(1 << 32) - 1] * 1500, "what": "sleep"}, {"id": ID, "leases": LEASES, "what": MOVE}),
+    "park": (
+        {"id": 1, "inodes": [(1 << 64) - 1] * 1500, "wait": 3600},
+        {"id": ID, "inodes": INODES, "wait": (*SECONDS, 3600.5, math.inf)},
+    ),
+    "bring_back": ({"id": 1, "inodes": [1]}, {"id": ID, "inodes": INODES}),
     "listen": ({"id": 1}, {"id": ID}),
-    "asked": ({"inode": (1 << 64) - 1, "what": "wake"}, {"inode": NUMBER, "what": ("", None, 1)}),
+    "asked": ({"question": 1, "inodes": [1], "what": "wake"}, {"question": ID, "inodes": INODES, "what": MOVE}),
+    "declined": ({"question": 1, "message": ""}, {"question": ID, "message": TEXT}),
     "revoke": ({"id": 1}, {"id": ID}),
     "register": (
         {

@@ -240,6 +240,7 @@ def test_a_directory_with_a_limit(limited: GpufsMount) -> None:
     (folder / "deep" / "before").write_bytes(bytes(4 * MIB))
     (gpu / "outside").write_bytes(bytes(4 * MIB))
     gpufs_here("quota", "set", folder, "10M")
+    limited.wait_for_log(str(folder))
     assert quotas(limited)["gpu0/alice", None] == (4 * MIB, 10 * MIB)
     (folder / "deep" / "er" / "after").write_bytes(bytes(4 * MIB))
     assert errno_of((folder / "last").write_bytes, bytes(4 * MIB)) == EDQUOT
@@ -298,6 +299,10 @@ def test_a_copy_into_a_limited_directory_is_refused_with_figures(limited: GpufsM
     assert (done.returncode, "4.0 MiB" in done.stderr, "3.0 MiB" in done.stderr) == (1, True, True), done
     assert list(folder.iterdir()) == []
     assert quotas(limited)["gpu0/small", None] == (0, 3 * MIB)
+    (folder / "sparse").touch()
+    os.truncate(folder / "sparse", 4 * MIB)
+    with pytest.raises(library.QuotaExceeded, match="gpu0/small"):
+        library.attach(folder / "sparse", "r+")
 
 
 def test_a_users_limit_names_the_user(limited: GpufsMount, host: Path) -> None:

@@ -213,6 +213,34 @@ def test_the_end_of_many_leases(own: Mounter) -> None:
     assert threads_and_descriptors(mounted)[0] < threads + 30
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("own", ["host"], indirect=True)
+def test_many_leases_of_one_file_end_in_a_moment(own: Mounter) -> None:
+    """Each end looked at all leases, so that a forced unmount took seconds: twice as many take about twice as long."""
+
+    def seconds(count: int) -> float:
+        mounted = own()
+        with open(mounted.device / "nobodys/file", "wb") as file, contextlib.ExitStack() as stack:
+            file.write(noise(2 * MIB))
+            file.flush()
+            fd = os.open(file.name, os.O_RDWR)
+            for number in range(count):
+                if number % 4000 == 0:
+                    client = stack.enter_context(connected(mounted))
+                answer, received = client.ask(protocol.Attach(number % 4000 + 1, "r"), [fd])
+                assert not answer["error"]
+                for one in received:
+                    os.close(one)
+            os.close(fd)
+            file.close()
+            began = time.monotonic()
+            stack.close()
+            wait_until(lambda: not leases(mounted), 30, "the end of all leases")
+            return time.monotonic() - began
+
+    assert seconds(16_000) < 8 * seconds(4000) + 1
+
+
 def test_names_of_one_user_leave_space_for_those_of_others(own: Mounter) -> None:
     mounted = own("--metadata", "4M")
     folder = mounted.device / "nobodys"

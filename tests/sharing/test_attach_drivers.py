@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from errno import EBUSY, EINVAL, EISDIR, ENOENT, EOPNOTSUPP, EXDEV
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import torch
 from support.attaching import leases, run_as_nobody
+from support.cli import inspected
 from support.data import MIB, noise
 from support.mounting import Mounter
 from support.processes import errno_of, run
@@ -121,6 +124,27 @@ def test_values_of_an_array(mount: Mounter, driver: str) -> None:
                         _ = one == other
         assert array not in ("text", None)
         assert len({array, table}) == 2
+        senseless: list[Callable[[], Any]] = [
+            lambda: table + 1, lambda: 2 * table, lambda: -table, lambda: table < 3, lambda: table @ table,
+        ]  # fmt: skip
+        for compute in senseless:
+            with pytest.raises(TypeError, match="torch"):
+                compute()
+        equal: list[Any] = [numpy.float32, numpy.dtype("f4"), torch.float32, "float32"]
+        others: list[Any] = [numpy.int8, torch.bfloat16, "float64", None, 3]
+        for kind in equal + others:
+            assert ((table.dtype == kind), (table.dtype != kind)) == (kind in equal, kind in others)
+        assert {table.dtype: 1}["float32"]
+        assert table.T.tobytes() == numbers.T.tobytes()
+        for flat in (table.reshape(4), table.reshape(-1), table.reshape((4,)), table.reshape(1, 4)[0]):
+            assert flat.tobytes() == numbers.tobytes()
+        if driver == "host":
+            assert numpy.array_equal(table.T.numpy(), numbers.T)
+            assert numpy.array_equal(numbers + table, table + numbers)
+            assert torch.equal(table.T.torch(), torch.from_numpy(numbers).T)
+        else:
+            with pytest.raises(TypeError, match="torch"):
+                table.numpy()
 
 
 def test_a_new_file_as_an_array(mount: Mounter, driver: str, tmp_path: Path) -> None:
@@ -136,6 +160,8 @@ def test_a_new_file_as_an_array(mount: Mounter, driver: str, tmp_path: Path) -> 
         if driver != "host":
             with pytest.raises(TypeError, match="torch"):
                 array.view("uint16")[0] = 1
+        (listed,) = inspected(path)["tensors"]
+        assert (listed["dtype"], listed["shape"]) == ("bfloat16", [3, MIB])
     with gpufs.create(mounted.device / "empty", (0, 4), "float32") as array:
         assert array.shape == (0, 4)
     with pytest.raises(FileExistsError):

@@ -14,21 +14,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.attaching import (
-    Attacker,
-    fuzz,
-    grants_write,
-    leases,
-    prepare_fuzz,
-    run_as_nobody,
-    wait_for_leases,
-)
+from support.attaching import Attacker, grants_write, leases, run_as_nobody, wait_for_leases
 from support.cli import user_gpufs
 from support.copying import socket_path
 from support.data import MIB, noise
+from support.fuzzing import fuzz, prepare_fuzz
 from support.linux import FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE, fallocate
 from support.mounting import GpufsMount, Mounter
-from support.processes import NOBODY, OTHER, as_nobody, errno_of
+from support.processes import NOBODY, OTHER, Snapshot, as_nobody, errno_of, wait_until
 
 import gpufs
 from gpufs.modes import Mode
@@ -303,11 +296,13 @@ def test_names_do_not_forge_lines_of_the_log(folder: Path, shared_mount: GpufsMo
 
 def test_no_message_gives_memory_that_the_user_may_not_have(mount: Mounter) -> None:
     """Seconds of what the campaign `fuzz` does for minutes."""
-    mounted = mount(memory=512 * MIB, allow_other=True)
+    mounted = mount("--host-memory", "64M", memory=512 * MIB, allow_other=True)
     prepare_fuzz(mounted.path)
-    fuzz(mounted.path, 2, random.Random(2026).randrange(1000))
+    before = Snapshot.of(mounted.pid)
+    fuzz(mounted.path, 4, random.Random(2026).randrange(1000))
     wait_for_leases(mounted, 0)
     assert mounted.alive()
+    wait_until(lambda: Snapshot.of(mounted.pid).descriptors <= before.descriptors + 1, 10, "closed descriptors")
     assert not [line for line in mounted.complaints() if "Traceback" in line or "ERROR" in line]
     with gpufs.attach(mounted.device / "attacked/secret") as array:
         assert array.nbytes == 4 * MIB

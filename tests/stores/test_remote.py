@@ -247,6 +247,8 @@ def test_a_certificate_of_ones_own(root: Path, tmp_path: Path) -> None:
         web.head_length, web.ranges = None, True
         environment = {**os.environ, **credentials(web.url), "AWS_CA_BUNDLE": str(tmp_path / "ca.pem")}
         gpufs("cp", "s3://bucket/key", root, env=environment)
+        environment["AWS_CA_BUNDLE"] = str(tmp_path / "missing.pem")
+        assert "missing.pem" in refused("s3://bucket/key", root / "other", env=environment)
     assert left(root) == ["file", "key", "plain"]
 
 
@@ -346,7 +348,7 @@ def test_partial_goes_on_where_a_copy_ended(root: Path, web: WebServer, number: 
     done = gpufs_here("cp", "--partial", "--json", f"{web.url}/file", root)
     assert_same((root / "file").read_bytes(), FOUR_PARTS)
     assert left(root) == ["file"]
-    assert os.listxattr(root / "file") == []
+    assert os.listxattr(root / "file") == ["user.gpufs-source"]
     assert web.requested("/file") == [(part * PART, (part + 1) * PART) for part in (2, 3)]
     assert json.loads(done.stdout)["paths"] == {"remote": 2 * PART, "kept": 2 * PART}
 
@@ -375,15 +377,31 @@ def test_names_that_leave_no_space_for_that_of_an_incomplete_file(root: Path, we
     assert left(root) == sorted([name, f"{name[:-1]}m"])
 
 
-def test_content_without_a_version_is_loaded_again(root: Path, web: WebServer) -> None:
-    """Nothing shows whether it has changed."""
-    web.etags = False
-    with start_held(web, root, "--partial") as child:
-        child.kill()
-    web.released.set()
-    web.requests.clear()
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"ETag": 'W/"1"'}, {"Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT"}],
+    ids=["nothing", "weak", "second"],
+)
+def test_content_that_may_change_under_one_version(root: Path, web: WebServer, headers: dict[str, str]) -> None:
+    """No copy has bytes of two versions: neither one that goes on, nor one during which the file changes."""
+    old, new = FOUR_PARTS, noise(4 * PART + 1)[1:]
+    web.headers = headers
+    web.files["/file"] = old
+    web.faults["/file"] = ["", "", *["gone"] * 8]
+    gpufs_here("cp", "--partial", f"{web.url}/file", root, check=False)
+    web.files["/file"] = new
+    web.faults.clear()
     gpufs_here("cp", "--partial", f"{web.url}/file", root)
-    assert is_partition(web.requested("/file"), 4 * PART)
+    assert_same((root / "file").read_bytes(), new)
+    web.held = 2 * PART
+    web.requests.clear()
+    with ThreadPoolExecutor(1) as pool:
+        copy = pool.submit(package.copy, f"{web.url}/file", root / "second")
+        wait_until(lambda: copy.done() or len(web.requests) == 4, PATIENCE, "the copy")
+        web.files["/file"] = old
+        web.released.set()
+        copy.result(PATIENCE)
+    assert (root / "second").read_bytes() in (old, new)
 
 
 def test_a_signal_leaves_nothing(root: Path, web: WebServer) -> None:
@@ -422,9 +440,10 @@ main()
 
 
 @contextmanager
-def silent_server(answers: int) -> Iterator[tuple[str, Callable[[], None]]]:
+def silent_server(answers: int, body: bytes = b"") -> Iterator[tuple[str, Callable[[], None]]]:
     """A server that answers so many requests, and is silent then: its URL, and what waits for the silence."""
-    head = f'HTTP/1.1 200 OK\r\nContent-Length: {PART}\r\nAccept-Ranges: bytes\r\nETag: "1"\r\n\r\n'.encode()
+    length = len(body) or PART
+    head = f'HTTP/1.1 200 OK\r\nContent-Length: {length}\r\nAccept-Ranges: bytes\r\nETag: "1"\r\n\r\n'.encode()
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as opened:
 
         def serve() -> None:
@@ -433,7 +452,7 @@ def silent_server(answers: int) -> Iterator[tuple[str, Callable[[], None]]]:
                 opened.enter_context(connection)
                 connection.recv(1 << 16)
                 if number < answers:
-                    connection.sendall(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+                    connection.sendall(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + body)
                     connection.shutdown(socket.SHUT_WR)
 
         thread = threading.Thread(target=serve, daemon=True)
@@ -448,6 +467,7 @@ def silent_server(answers: int) -> Iterator[tuple[str, Callable[[], None]]]:
         ("copy", 1),
         ("copy_files", 0),
         ("cp up", 0),
+        ("cp list", 1),
         *(
             pytest.param(how, answers, marks=pytest.mark.slow)
             for how, answers in [("cp", 1), ("copy", 0), ("copy_files", 1), ("copy up", 0)]
@@ -458,8 +478,9 @@ def test_a_signal_ends_a_copy_whose_server_is_silent(root: Path, how: str, answe
     """Neither the copy nor the end of the program waits for the server, which answers at first, or never."""
     if "up" in how:
         (root / "up").write_bytes(noise(3))
-    with silent_server(answers) as (url, wait_for_silence):
-        names = (f"{root}/up", "s3://bucket/key") if "up" in how else (f"{url}/file", str(root))
+    with silent_server(answers, page("d/empty", Size=0) * ("list" in how)) as (url, wait_for_silence):
+        names: tuple[str, ...] = (f"{root}/up", "s3://bucket/key") if "up" in how else (f"{url}/file", str(root))
+        names = ("-r", "s3://bucket/d/", str(root)) if "list" in how else names
         sources = repr([names[0]] if how == "copy_files" else names[0])
         program = f"import gpufs; gpufs.{how.split()[0]}({sources}, {names[1]!r})"
         command = [*GPUFS, "cp", *names] if how.startswith("cp") else [sys.executable, "-c", program]
@@ -520,7 +541,7 @@ def test_a_file_that_is_replaced_passes_on_its_rights_and_its_pin(root: Path, we
     web.files["/file"] = b"new"
     gpufs_here("cp", f"{web.url}/file", root)
     assert path.read_bytes() == b"new"
-    assert (path.stat().st_mode & 0o777, os.listxattr(path)) == (0o600, ["user.gpufs-pinned"])
+    assert (path.stat().st_mode & 0o777, os.listxattr(path)) == (0o600, ["user.gpufs-pinned", "user.gpufs-source"])
 
 
 def test_partial_after_a_copy_that_had_started_again(root: Path, web: WebServer) -> None:
@@ -679,6 +700,44 @@ def test_refusals_of_stores(
     if url == "s3://bucket/file":
         (root / "file").write_bytes(b"content")
         assert text in refused_here(root / "file", url)
+
+
+def page(*keys: str, token: str = "", **fields: object) -> bytes:
+    """A page of a listing of S3. ``fields``: of each object."""
+    what = {"LastModified": "2025-01-01T00:00:00.000Z", "ETag": '"1"', "Size": 5, **fields}
+    each = "".join(f"<{name}>{value}</{name}>" for name, value in what.items())
+    listed = "".join(f"<Contents><Key>{key}</Key>{each}</Contents>" for key in keys)
+    goes_on = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{token}</NextContinuationToken>"
+    return f"<ListBucketResult>{goes_on if token else ''}{listed}</ListBucketResult>".encode()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        page(*(f"d/{number}" for number in range(100)), token="again"),
+        page("d/a", Size=1 << 63),
+        page("d/a", Size=1 << 64),
+        page("d/a", Size=-1),
+        page("d/a", ETag="a&#10;b"),
+        page("d/a", ETag="e" * 5000),
+        page("d/a", LastModified="today"),
+        page("d/" + "n" * 5000),
+        page("d/a/../../../x"),
+        page("d//etc/x"),
+        page("d/a&#1;"),
+        page("d/a")[:-30],
+        b"\xff<",
+        b"",
+    ],
+    ids=lambda answer: answer[-60:].decode(errors="replace"),
+)
+def test_a_store_that_lies(root: Path, web: WebServer, as_s3: None, answer: bytes) -> None:
+    """It ends the copy, with one line, in which no type of Python is named."""
+    web.answer = (200, answer)
+    text = refused_here("-r", "s3://bucket/d/", root / "new")
+    assert text.startswith("gpufs cp: s3://bucket/")
+    assert "Error" not in text
+    assert left(root) == []
 
 
 def test_a_server_that_does_not_exist(root: Path) -> None:

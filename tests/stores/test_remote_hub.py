@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cli import fails, gpufs, refused
@@ -29,6 +30,53 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path))
         yield server
+
+
+def at(*keys: str | int, value: object) -> Callable[[Any], None]:
+    """What changes one place of an answer."""
+
+    def change(answer: Any) -> None:
+        for key in keys[:-1]:
+            answer = answer[key]
+        answer[keys[-1]] = value
+
+    return change
+
+
+def test_a_hub_that_lies(root: Path, hub: WebServer, tmp_path: Path) -> None:
+    """Each field has its form, or nothing is copied: no file of this machine, either. The line names both."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"{}")  # of the size of config.json
+    lies: list[tuple[str, Callable[[Any], object]]] = [
+        ("blobId", at("siblings", 0, "blobId", value=value))
+        for value in (str(secret), f"../../../../../..{secret}", ["x"], None, "", "0" * 40 + "\n")
+    ]
+    lies += [("sha256", at("siblings", 1, "lfs", "sha256", value=value)) for value in (str(secret), "0" * 40, 7)]
+    lies += [("size", at("siblings", 0, "size", value=value)) for value in (-1, 1 << 63, 1.5, "2", None)]
+    names = ("../x", "/etc/x", "a/../x", "a//b", ".", "", "a\0b", "a\x1b[31m", None, "n" * 5000)
+    lies += [("siblings[0]", at("siblings", 0, "rfilename", value=value)) for value in names]
+    lies += [("siblings", at("siblings", 0, "rfilename", value="weights.safetensors"))]
+    lies += [("sha", at("sha", value=value)) for value in ("../../x", "main", None, 5)]
+    lies += [("siblings", lambda answer: answer.pop("siblings")), ("lastModified", at("lastModified", value="today"))]
+    for number, (_, lie) in enumerate(lies):
+        hub.models[f"org/model{number}"] = Model(dict(FILES), lfs=("weights.safetensors",), lie=lie)
+    texts = (b"[" * 100_000, b'{"sha":' + b"[" * 100_000, b"\xff", b'"\xf5"', b"", b"null", b'{"sha": "\\ud800"}')
+    for number, text in enumerate(texts, len(lies)):
+        hub.models[f"org/model{number}"] = Model({}, answer=text or b" ")
+    count = len(lies) + len(texts)
+    program = f"""
+import sys
+from gpufs.cli import run_command_line
+print(*[run_command_line(["cp", "-r", f"hf://org/model{{n}}", {str(root)!r}]) for n in range({count})])
+"""
+    done = run(sys.executable, "-c", program)
+    assert done.stdout.split() == ["1"] * count
+    lines = done.stderr.splitlines()
+    assert len(lines) == count
+    for number, line in enumerate(lines):
+        assert line.startswith(f"gpufs cp: hf://org/model{number}: {hub.url} "), line
+        assert number >= len(lies) or lies[number][0] in line, line
+    assert left(root) == []
 
 
 def test_a_model(root: Path, hub: WebServer) -> None:

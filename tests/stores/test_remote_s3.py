@@ -261,7 +261,7 @@ def test_the_howto(shared_mount: GpufsMount, tmp_path: Path, s3: S3, monkeypatch
         program = Path(GPUFS[0]).parent
         names = {
             "/mnt/gpufs": str(shared_mount.path),
-            "https://example.com": web.url,
+            "https://HOST": web.url,
             "gpufs cp": f"{program}/gpufs cp",
             "gpufs sync": f"{program}/gpufs sync",
         }

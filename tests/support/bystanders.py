@@ -13,13 +13,17 @@ the attack.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
+import socket
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from gpufs import modes, protocol
 from support.attaching import Attacker
@@ -171,3 +175,99 @@ def assert_unharmed(mount: GpufsMount, attack: Attack) -> None:
         if not slower:
             return
     raise AssertionError("\n".join(slower))
+
+
+# ---- waits while something goes on ----
+
+
+@contextlib.contextmanager
+def watched(mount: Path, most: float) -> Iterator[Medians]:
+    """Fails if during the block an operation of another plain user fails, or takes longer than ``most`` seconds.
+
+    The longest time of each is in what this yields, after the block. Three times what a message to another process
+    takes at its worst comes on top: for that other programs are to blame.
+    """
+    folder = mount / "gpu0/watched"
+    folder.mkdir()
+    os.chown(folder, OTHER, OTHER)
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            ours.close()
+            os.setgroups([])
+            os.setresgid(OTHER, OTHER, OTHER)
+            os.setresuid(OTHER, OTHER, OTHER)
+            theirs.sendall(json.dumps(_longest(mount, folder, theirs)).encode())
+            code = 0
+        except BaseException:  # noqa: BLE001 - shown, and the parent notices the end
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    theirs.close()
+    took: Medians = {}
+    try:
+        yield took
+    finally:
+        with contextlib.suppress(OSError):
+            ours.shutdown(socket.SHUT_WR)
+        found = ours.makefile("rb").read()
+        ours.close()
+        failed = os.waitpid(child, 0)[1]
+        shutil.rmtree(folder)
+    assert not failed, "another user could not work"
+    took |= json.loads(found)
+    limit = most + 3 * took[ELSEWHERE]
+    slow = {name: round(seconds, 3) for name, seconds in took.items() if seconds > limit}
+    assert not slow, f"another user waited longer than {limit:.3f} s: {slow}"
+
+
+def _longest(mount: Path, folder: Path, end: socket.socket) -> Medians:
+    """Works on a mount until the other end is shut down. The longest time of each operation."""
+    took: Medians = {}
+    path = folder / "file"
+    echo, ours = socket.socketpair()
+    if os.fork() == 0:
+        end.close()
+        ours.close()
+        while data := echo.recv(1):
+            echo.send(data)
+        os._exit(0)
+    echo.close()
+
+    @contextlib.contextmanager
+    def measured(name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        took[name] = max(took.get(name, 0.0), time.monotonic() - start)
+
+    with Attacker(socket_path(mount)) as client:
+        assert client.greet()
+        end.setblocking(False)
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                end.recv(1)
+                return took
+            with measured(ELSEWHERE):
+                ours.send(b"x")
+                ours.recv(1)
+            with measured("create"):
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            with measured("write"):
+                assert os.pwrite(fd, CONTENT, 0) == len(CONTENT)
+            with measured("read"):
+                assert os.pread(fd, len(CONTENT), 0) == CONTENT
+            with measured("attach and detach"):
+                answer, received = client.ask(protocol.Attach(1, modes.READ_WRITE), [fd])
+                assert not answer["error"], answer
+                for one in received:
+                    os.close(one)
+                assert not client.ask(protocol.Detach(1))[0]["error"]
+            with measured("statfs"):
+                os.statvfs(folder)
+            with measured("close and remove"):
+                os.close(fd)
+                path.unlink()
+            time.sleep(0.01)

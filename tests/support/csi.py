@@ -90,6 +90,12 @@ class Kubelet:
         self._channel = grpc.insecure_channel(f"unix:{self.socket}", options=options)
         self.call("Identity", "Probe", b"", wait=True)
 
+    def why_it_does_not_start(self) -> str:
+        """Start the plug-in, which must fail. Return what it prints."""
+        done = run(*self._command, check=False, env=self._environment)
+        assert done.returncode == 1
+        return done.stderr
+
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End the plug-in."""
         assert self.process is not None

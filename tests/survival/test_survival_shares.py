@@ -16,12 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import fake_gpu
+from support.attaching import Attacker
 from support.cli import gpufs as command
+from support.copying import socket_path
 from support.data import MIB, noise
 from support.processes import NOBODY, PATIENCE, as_nobody, as_other, errno_of, in_child, links_of, wait_until
 from support.surviving import Survivor, mounted
 
 import gpufs
+from gpufs import protocol
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="acts as several users, which takes root")
 REFUSED = (errno.EDQUOT, errno.ENOSPC)
@@ -222,3 +225,44 @@ def test_registrations_share_descriptors(make: Make) -> None:
             holder.join()
         os.close(end)
     assert [os.listdir(folder) for folder in folders] == [["ready"], ["ready"]]
+
+
+@pytest.mark.parametrize("make", ["host", pytest.param("cuda", marks=pytest.mark.slow)], indirect=True)
+def test_removed_files_in_use_count_for_the_next_daemon(make: Make) -> None:
+    """A lease on one was lost, and its memory with it; the limit of a directory was applied by names."""
+    mount = make()
+    folder = mount.device / "nobodys" / "limited"
+    folder.mkdir()
+    command("quota", "set", folder, "8M")
+    command("quota", "set", mount.device, "8M", "--user", NOBODY)
+
+    def used() -> list[tuple[str, int]]:
+        quotas = mount.report()["quotas"]
+        return sorted(
+            (entry["path"].rpartition("/")[2], entry["used_bytes"] // MIB) for entry in quotas if entry["limit_bytes"]
+        )
+
+    with Attacker(socket_path(mount.path)) as client, ExitStack() as files:
+        assert client.greet()
+        for name in ("leased", "open"):
+            (folder / name).write_bytes(noise(4 * MIB))
+            os.chown(folder / name, NOBODY, NOBODY)
+            file = files.enter_context(open(folder / name, "r+b"))
+            if name == "leased":
+                answer, received = client.ask(protocol.Attach(1, "r+"), [file.fileno()])
+                assert not answer["error"]
+                for fd in received:
+                    os.close(fd)
+                file.close()
+            (folder / name).unlink()
+        full = [("gpu0", 8), ("limited", 8)]
+        assert used() == full
+        for _ in range(2):
+            mount.kill()
+            assert used() == full
+            assert as_nobody(lambda: errno_of((mount.device / "nobodys/more").write_bytes, bytes(MIB))) == errno.EDQUOT
+            assert errno_of((folder / "more").write_bytes, bytes(MIB)) == errno.EDQUOT
+        assert not client.ask(protocol.Refresh(1, 0))[0]["error"]
+    for path in (folder / "more", mount.device / "nobodys/more"):
+        path.unlink()
+    wait_until(lambda: [size for _, size in used()] == [0, 0], PATIENCE, "the memory to be free")

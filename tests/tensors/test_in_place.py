@@ -17,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from support.cli import fails
-from support.mounting import GPUFS
+from support.mounting import GPUFS, REPOSITORY
 from support.processes import PATIENCE
 
 import gpufs.torch
@@ -338,6 +338,71 @@ def test_other_faults_are_as_ever(weights: Path) -> None:
     handled = "signal.signal(signal.SIGSEGV, lambda *_: os._exit(7))\n" + load + "signal.raise_signal(signal.SIGSEGV)"
     command = [*GPUFS, "run", sys.executable, "-c", f"import os, signal\n{handled}", str(weights)]
     assert subprocess.run(command, timeout=10 * PATIENCE, check=False).returncode == 7
+
+
+def test_safe_open_is_a_class(weights: Path, tmp_path: Path) -> None:
+    """What programs do with the original they do with what takes its place; finders that Python skips are skipped."""
+    plain = tmp_path / "plain.safetensors"
+    plain.write_bytes(weights.read_bytes())
+    found = in_program(
+        """
+        import inspect, pickle, types, typing
+
+        class Without:
+            find_module = staticmethod(lambda *_: None)
+
+        class Asked:
+            names = []
+            def find_spec(self, name, path, target=None):
+                self.names.append(name)
+
+        sys.meta_path[:0] = [Without(), Asked()]
+        sys.meta_path.append(Without())
+        sys.meta_path.insert(4, Without())
+        import safetensors.torch
+        from safetensors import safe_open
+
+        def annotated(file: safe_open | None, several: list[safe_open]) -> typing.Optional[safe_open]: ...
+
+        assert typing.get_type_hints(annotated)["file"] == safe_open | None
+        assert pickle.loads(pickle.dumps(safe_open)) is safe_open is safetensors.torch.safe_open
+        assert [*inspect.signature(safe_open).parameters][:3] == ["filename", "framework", "device"]
+        assert isinstance(safe_open, type) and not isinstance(None, safe_open)
+        for path in sys.argv[1:]:
+            with safe_open(path, "pt") as file:
+                assert isinstance(file, safe_open) and issubclass(type(file), safe_open)
+                assert safe_open.get_tensor(file, "a")[7] == 7 and hasattr(safe_open, "get_slice")
+        for wrong in (lambda: safe_open(path), lambda: types.new_class("Own", (safe_open,))):
+            try:
+                wrong()
+            except TypeError:
+                pass
+            else:
+                raise AssertionError("no TypeError")
+        print(json.dumps(Asked.names.count("safetensors")))
+        """,
+        weights,
+        plain,
+        quiet=True,
+    )
+    assert found == 1
+
+
+def test_a_library_without_the_name_is_imported(tmp_path: Path) -> None:
+    """Also where gpufs itself is removed in part: a start of Python says so in one line, and goes on."""
+    (tmp_path / "safetensors.py").write_text("deserialize = 1")
+    start = (REPOSITORY / "gpufs" / "gpufs_in_place.pth").read_text()
+    for words in (("-c", "import safetensors; print(1)"), ("-I", "-S", "-c", f"{start}\nprint(1)")):
+        done = subprocess.run(
+            [sys.executable, *words],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "GPUFS_IN_PLACE": "r"},
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (0, "1\n", 1), done
 
 
 def test_in_a_running_program(weights: Path) -> None:

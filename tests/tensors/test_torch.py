@@ -591,6 +591,13 @@ def test_what_no_file_can_hold(root: Path, tensor: Any) -> None:
     assert os.listdir(root) == []
 
 
+@pytest.mark.parametrize("source", [torch.ones(3), [torch.ones(3)], {3: torch.ones(3)}, None])
+def test_what_has_no_names(root: Path, source: Any) -> None:
+    with pytest.raises(TypeError, match="by name"):
+        gpufs.torch.publish(source, root / "model")
+    assert os.listdir(root) == []
+
+
 def test_publishing_on_a_full_device(mount: Mounter) -> None:
     device = mount(memory=64 * MIB).device
     gpufs.torch.publish({"a": torch.ones(MIB)}, device / "model")

@@ -102,6 +102,12 @@ void* export_tensor(const gpufs_dl_tensor& tensor, bool versioned, bool read_onl
   return managed;
 }
 
+Result<std::optional<std::uint64_t>> placement_of(std::int64_t wanted) {
+  if (wanted < 0) return std::optional<std::uint64_t>();
+  if (wanted < static_cast<std::int64_t>(kPlacementEnd)) return std::optional(static_cast<std::uint64_t>(wanted));
+  return Status(EINVAL, "placement: " + std::to_string(wanted) + " is not below " + std::to_string(kPlacementEnd));
+}
+
 }  // namespace
 
 extern "C" {
@@ -110,11 +116,7 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
                               gpufs_handle* lease) {
   return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_LEASE_LOCAL}) != 0) return Status(EINVAL, "unknown flags");
-    std::optional<std::uint64_t> wanted;
-    if (placement >= 0) wanted = static_cast<std::uint64_t>(placement);
-    if (wanted && *wanted >= kPlacementEnd) {
-      return {EINVAL, "placement: " + std::to_string(placement) + " is not below " + std::to_string(kPlacementEnd)};
-    }
+    const std::optional<std::uint64_t> wanted = TRY(placement_of(placement));
     const gpufs_handle owner = TRY(HandleTable::instance().owner_of(buffer));
     return open_handle(found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0,
                                    label == nullptr ? "" : label, wanted),
@@ -123,14 +125,14 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
 }
 
 gpufs_status gpufs_lease_open_again(gpufs_handle mount, uint64_t ino, uint32_t flags, uint64_t bytes, const char* label,
-                                    gpufs_handle* lease) {
+                                    int64_t placement, gpufs_handle* lease) {
   return with_handle<fuse::Mount>(mount, [&](fuse::Mount& found) -> Status {
     if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE}) != 0) return Status(EINVAL, "unknown flags");
     const std::shared_ptr<fuse::Inode> inode = found.table().find(ino);
     if (!inode || !inode->buffer()) return Status(ENOENT, "no file with the inode " + std::to_string(ino));
-    return open_handle(
-        inode->buffer()->lease_again((flags & GPUFS_LEASE_WRITE) != 0, bytes, label == nullptr ? "" : label), mount,
-        lease);
+    return open_handle(inode->buffer()->lease((flags & GPUFS_LEASE_WRITE) != 0, /*exports=*/true,
+                                              label == nullptr ? "" : label, TRY(placement_of(placement)), bytes),
+                       mount, lease);
   });
 }
 

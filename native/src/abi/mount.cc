@@ -351,6 +351,11 @@ gpufs_status gpufs_inode_bring_back(gpufs_handle mount, uint64_t ino) {
   });
 }
 
+gpufs_status gpufs_inodes_check_space(gpufs_handle mount, const uint64_t* inos, uint64_t count, int32_t parks) {
+  return with_handle<Mount>(
+      mount, [&](Mount& found) -> Status { return found.table().check_space(std::span(inos, count), parks != 0); });
+}
+
 gpufs_status gpufs_inode_revoke(gpufs_handle mount, uint64_t ino, uint32_t timeout_ms) {
   return with_inode(mount, ino, [&](Mount& found, Inode& inode) -> Status {
     auto* const registered = dynamic_cast<RegisteredBuffer*>(inode.buffer().get());

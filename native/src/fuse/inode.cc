@@ -88,16 +88,19 @@ void Inode::inherit(const Inode& directory, std::uint32_t umask) {
   gpufs_attributes above{};
   ExtendedAttributes::Value list;
   std::shared_ptr<Account> account;
+  std::uint64_t limited_directory = 0;
   {
     const Reader reader(directory);
     above = reader->record.attributes;
     account = reader->directory_account;
+    limited_directory = reader->record.limited_directory;
     const ExtendedAttributes::Value* const found = reader->extended ? reader->extended->find(kDefaultAcl) : nullptr;
     if (found != nullptr) list = *found;
   }
   const Writer writer(*this);
   if (buffer_) buffer_->charge().move(Charge::kDirectory, account);
   writer->directory_account = std::move(account);
+  writer->record.limited_directory = limited_directory;
   std::uint32_t& mode = writer->record.attributes.mode;
   if ((above.mode & S_ISGID) != 0) {
     writer->record.attributes.gid = above.gid;

@@ -85,14 +85,14 @@ class Inode : public std::enable_shared_from_this<Inode> {
     std::unique_ptr<ExtendedAttributes> extended;  // null until the first one
 
     // The rest follows from other records, or is of this process.
-    bool restored = false;   // perhaps there are fewer references
-    std::uint64_t held = 0;  // of the references, those that are not the kernel's
+    bool restored = false;        // perhaps there are fewer references
+    std::uint32_t unclaimed = 0;  // of the references that the last process held, those that this one has not claimed
     std::shared_ptr<Account> directory_account;
     std::uint64_t charged = 0;              // of the table's metadata
     Metadata::Share* charged_to = nullptr;  // the share of its owner
     std::uint32_t open_files = 0;
     std::uint32_t open_writers = 0;  // of them, those open for writing
-    // While the inode has neither names nor open files: its memory is coming back.
+    // While the inode has neither names nor open files, and is not held: its memory is coming back.
     std::unique_ptr<Releases::Expected> expected;
   };
   class Reader;

@@ -54,11 +54,17 @@ constexpr std::uint64_t kBrieflyFreedBytes = std::uint64_t{64} << 10;
 
 // How long parking waits for memory of the host tier that is being freed.
 constexpr std::chrono::seconds kFreeTimeout{3};
+// How long each buffer of a full device may take to release what it has preallocated.
+constexpr std::chrono::milliseconds kTrimTimeout{10};
 // How long a full device waits for files that came back a moment ago, and may not go yet.
 constexpr std::chrono::seconds kStayTimeout{10};
 // An extended attribute: the file stays on its device, whoever needs space.
 constexpr const char* kPinned = "user.gpufs-pinned";
 constexpr bool kPreallocates = true;  // see trim_later()
+
+Status no_host_tier() {
+  return Status(EOPNOTSUPP, "the mount has no host memory for parked files: mount it with --host-memory SIZE");
+}
 
 Status unknown_inode(std::uint64_t ino) { return Status(ENOENT, "no inode " + std::to_string(ino)); }
 
@@ -179,22 +185,37 @@ Status InodeTable::hold(std::uint64_t ino) {
   if (!inode) return unknown_inode(ino);
   const Inode::Writer writer(*inode);
   if (writer->presence == Inode::Presence::kForgotten) return unknown_inode(ino);
+  if (writer->unclaimed > 0) {
+    --writer->unclaimed;
+    return {};
+  }
   ++writer->record.references;
-  ++writer->held;
+  ++writer->record.held;
+  static_cast<void>(update_expected(*inode, *writer));  // in use now
   return {};
 }
 
 bool InodeTable::release_hold(std::uint64_t ino) {
   return drop_references(ino, [](Inode::State& state) {
-    state.held -= std::min<std::uint64_t>(state.held, 1);
-    state.record.references -= std::min<std::uint64_t>(state.record.references, 1);
+    if (state.record.held == 0) return;
+    --state.record.held;
+    --state.record.references;
   });
+}
+
+void InodeTable::release_unclaimed() {
+  for (const std::uint64_t ino : std::exchange(held_before_, {})) {
+    drop_references(ino, [](Inode::State& state) {
+      state.record.held -= state.unclaimed;
+      state.record.references -= std::exchange(state.unclaimed, 0);
+    });
+  }
 }
 
 bool InodeTable::forget(std::uint64_t ino, std::uint64_t count) {
   return drop_references(ino, [count](Inode::State& state) {
     std::uint64_t& references = state.record.references;
-    references -= std::min(count, references - std::min(state.held, references));
+    references -= std::min(count, references - state.record.held);
   });
 }
 
@@ -206,6 +227,7 @@ bool InodeTable::drop_references(std::uint64_t ino, const std::function<void(Ino
     const Inode::Writer writer(*inode);
     drop(*writer);
     departure = forget_if_unused(*inode, *writer);
+    if (!departure.is_forgotten) static_cast<void>(update_expected(*inode, *writer));
   }
   remove(std::move(inode), departure);
   return true;
@@ -285,9 +307,7 @@ std::shared_ptr<Account> InodeTable::host_account(std::uint32_t uid) {
 
 Result<bool> InodeTable::park(Inode& inode) {
   const std::shared_ptr<DeviceContext> host = host_tier();
-  if (host == nullptr) {
-    return Status(EOPNOTSUPP, "the mount has no host memory for parked files: mount it with --host-memory SIZE");
-  }
+  if (host == nullptr) return no_host_tier();
   if (!inode.buffer_ || inode.replaced_) return Status(EINVAL, "the file has no memory of the mount's");
   if (inode.buffer_->device() == host) return Status(EINVAL, "the file is in host memory already");
   Result<bool> parked = park_for_owner(inode, host);
@@ -307,6 +327,58 @@ Result<bool> InodeTable::park_for_owner(Inode& inode, const std::shared_ptr<Devi
   const Inode::Writer writer(inode);
   inode.own_buffer().charge_parked_to(host_account(writer->record.attributes.uid));
   return parked;
+}
+
+InodeTable::Needs InodeTable::needs_of(std::span<const std::uint64_t> inos, bool parks) {
+  const std::shared_ptr<DeviceContext> host = host_tier();
+  Needs needs;
+  for (const std::uint64_t ino : inos) {
+    const std::shared_ptr<Inode> inode = find(ino);
+    if (!inode || !inode->buffer_ || inode->replaced_) continue;
+    const ExtentBuffer& buffer = inode->own_buffer();
+    const std::uint64_t granule = buffer.device()->info().granule;
+    std::uint64_t bytes = buffer.bytes_parked();
+    if (parks) {
+      if (bytes != 0 || buffer.device() == host || buffer.size() < granule) continue;
+      // Not what is preallocated.
+      bytes = std::min(buffer.bytes_held(), round_up(buffer.placement() + buffer.size(), granule));
+    }
+    const std::uint32_t uid = Inode::Reader(*inode)->record.attributes.uid;
+    needs.devices[parks ? host : buffer.device()] += bytes;
+    needs.accounts[parks ? host_account(uid) : quotas_.user(inode->device_, uid)] += bytes;
+    const std::shared_ptr<Account> directory = inode->directory_account();
+    if (directory && !parks) needs.accounts[directory] += bytes;
+  }
+  return needs;
+}
+
+Status InodeTable::check_space(std::span<const std::uint64_t> inos, bool parks) {
+  if (parks && host_tier() == nullptr) return no_host_tier();
+  const Needs needs = needs_of(inos, parks);
+  for (const auto& [device, bytes] : needs.devices) {
+    std::uint64_t free = 0;
+    Status status;
+    const auto enough = [&, &device = device, bytes = bytes] {
+      const Result<MemoryInfo> memory = device->memory();
+      status = memory.status();
+      free = memory.ok() ? memory.value().free_bytes + (parks ? 0 : evictable(device->info().index)) : 0;
+      return !memory.ok() || free >= bytes;
+    };
+    if (!enough()) {
+      for (const std::weak_ptr<ExtentBuffer>& listed : device->releases().trimmable()) {
+        if (const std::shared_ptr<ExtentBuffer> buffer = listed.lock()) (void)buffer->trim(kTrimTimeout);
+      }
+      device->releases().wait_for_expected(std::chrono::steady_clock::now() + kFreeTimeout, enough);
+    }
+    if (enough()) {
+      TRY(status);
+      continue;
+    }
+    return Status(ENOSPC, directory_of(device->info().index) + " has " + size_text(free) + " free, the " +
+                              (inos.size() == 1 ? "file needs " : "files need ") + size_text(bytes));
+  }
+  for (const auto& [account, bytes] : needs.accounts) TRY(account->check(bytes));
+  return {};
 }
 
 void InodeTable::evict_when_full() {
@@ -395,8 +467,9 @@ void InodeTable::charge_to_user(Buffer& buffer, std::uint32_t uid) {
   buffer.charge().move(Charge::kOwner, quotas_.user(buffer.device()->info().index, uid));
 }
 
-void InodeTable::charge_to(Inode& inode, std::shared_ptr<Account> account) {
+void InodeTable::charge_to(Inode& inode, std::uint64_t directory, std::shared_ptr<Account> account) {
   const Inode::Writer writer(inode);
+  writer->record.limited_directory = account ? directory : 0;
   if (inode.buffer_) inode.buffer_->charge().move(Charge::kDirectory, account);
   if (inode.replacement_) inode.replacement_->charge().move(Charge::kDirectory, account);
   writer->directory_account = std::move(account);
@@ -467,7 +540,7 @@ Status InodeTable::release(std::uint64_t fh) {
 
 bool InodeTable::update_expected(const Inode& inode, Inode::State& state) {
   if (!inode.buffer_) return false;
-  if (state.open_files != 0 || state.record.attributes.nlink != 0) {
+  if (state.open_files != 0 || state.record.attributes.nlink != 0 || state.record.held != 0) {
     state.expected.reset();
     return false;
   }
@@ -594,6 +667,9 @@ void InodeTable::charge_restored(const std::shared_ptr<Inode>& inode) {
   watch_contents(inode);
   const Inode::Writer writer(*inode);
   writer->restored = true;
+  writer->record.held =
+      static_cast<std::uint32_t>(std::min<std::uint64_t>(writer->record.held, writer->record.references));
+  writer->unclaimed = writer->record.held;
   writer->charged = inode->metadata(*writer);
   writer->charged_to = metadata_.share_of(writer->record.attributes.uid);
   metadata_.add(writer->charged_to, writer->charged);
@@ -672,6 +748,7 @@ Status InodeTable::restore() {
       continue;
     }
     if (contents && contents->shift.step != 0) incomplete.push_back(inode);
+    if (record.held != 0) held_before_.push_back(ino);
     if (inode->buffer_) ++file_counts_[inode->device_];
     inodes_.emplace(ino, std::move(inode));
   }
@@ -728,7 +805,7 @@ std::vector<std::uint64_t> InodeTable::doubtful() const {
   for (const std::shared_ptr<Inode>& inode : all()) {
     const Inode::Reader reader(*inode);
     const bool is_known = reader->presence == Inode::Presence::kKnown;
-    const bool has_others = reader->record.references > reader->held;
+    const bool has_others = reader->record.references > reader->record.held;
     if (reader->restored && reader->expected && is_known && has_others) found.push_back(inode->ino_);
   }
   return found;

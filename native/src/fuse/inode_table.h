@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
+#include <span>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
@@ -86,10 +87,12 @@ class InodeTable {
   void remove_if_unused(std::shared_ptr<Inode> inode);
 
   // References keep an inode in the table: the kernel's, one for each reply that gives it the inode, and those between
-  // hold() and release_hold(). The journal has their sum, so the next process holds again what it keeps.
+  // hold() and release_hold(). Both are in the journal. The next process calls hold() for what it keeps, and then
+  // release_unclaimed(), which drops the rest of what this one held.
   Status hold(std::uint64_t ino);
   // False if the inode is unknown. It is removed as above.
   bool release_hold(std::uint64_t ino);
+  void release_unclaimed();
   // Drops references of the kernel, and removes the inode as above. False if it is unknown.
   bool forget(std::uint64_t ino, std::uint64_t count);
 
@@ -125,8 +128,8 @@ class InodeTable {
 
   // EINVAL: no such device. nullopt: as for users without a limit of their own.
   Status limit_user(std::int32_t device, std::uint32_t uid, std::optional<std::uint64_t> bytes);
-  // Charges an inode, and what is created in it later, to a limited directory's account; null: to none.
-  void charge_to(Inode& inode, std::shared_ptr<Account> account);
+  // Charges an inode, and what is created in it later, to the account of a limited directory; null: to none.
+  void charge_to(Inode& inode, std::uint64_t directory, std::shared_ptr<Account> account);
   // Charges a buffer that belongs to no inode to a user, whatever the limit.
   void charge_to_user(Buffer& buffer, std::uint32_t uid);
   // Whether the kernel should ask for fsync(2), which has nothing to do for memory. It returns 0 for all of the mount
@@ -157,6 +160,9 @@ class InodeTable {
   // Moves a file's contents to the host tier: ExtentBuffer::park(). EOPNOTSUPP: the mount has none, EINVAL: the file is
   // not one on a device. The file's owner pays there.
   Result<bool> park(Inode& inode);
+  // Whether all of these files can be parked, or brought back, together: ENOSPC or EDQUOT with the figures if not.
+  // Waits for memory that is being freed. What it says holds until somebody else takes memory.
+  Status check_space(std::span<const std::uint64_t> inos, bool parks);
   // From now on a full device parks files that nobody uses, the one first that was used the longest time ago. Not those
   // with the extended attribute user.gpufs-pinned.
   void evict_when_full();
@@ -189,6 +195,12 @@ class InodeTable {
   void watch_contents(const std::shared_ptr<Inode>& inode);
   // Frees what the host tier held of a file that is back, on the executor.
   void free_parked(std::shared_ptr<Buffer> parked);
+  // What files need of a device, or of the host tier, and what their payers do.
+  struct Needs {
+    std::map<std::shared_ptr<DeviceContext>, std::uint64_t> devices;
+    std::map<std::shared_ptr<Account>, std::uint64_t> accounts;
+  };
+  Needs needs_of(std::span<const std::uint64_t> inos, bool parks);
   // Moves a file's contents to the host's memory once.
   Result<bool> park_for_owner(Inode& inode, const std::shared_ptr<DeviceContext>& host);
   // Files on a device that nobody uses, the one first that was used the longest time ago.
@@ -219,7 +231,7 @@ class InodeTable {
   void charge_restored(const std::shared_ptr<Inode>& inode);
   // Adds the directories that have names and no record.
   void restore_directories();
-  // After a change of links, open files or presence. True if free_later() must follow.
+  // After a change of links, open files, holds or presence. True if free_later() must follow.
   [[nodiscard]] static bool update_expected(const Inode& inode, Inode::State& state);
   // What has become of an inode, and so must follow when its Writer has ended.
   struct Departure {
@@ -252,6 +264,7 @@ class InodeTable {
   std::map<std::int32_t, std::size_t> file_counts_;  // by device
 
   OpenFiles<OpenFile, kBufferHandle> files_;
+  std::vector<std::uint64_t> held_before_;  // what the last process held, until release_unclaimed()
 
   struct ForgottenFiles {
     std::vector<std::shared_ptr<Inode>> inodes;

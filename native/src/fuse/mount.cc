@@ -267,6 +267,7 @@ Status Mount::survives() const {
 
 Status Mount::start() {
   started_ = true;
+  table_.release_unclaimed();
   Status status = relay_.start();
   if (status.ok() && restored_) status = resume();
   if (status.ok()) status = transport_.start(*this);

@@ -85,7 +85,7 @@ void NamesWriter::settle(InodePointer inode) {
     names.closed_ = true;
     names.parent_ = nullptr;  // chains of removed directories end here
     if (table_.quotas().directory(inode->ino())) {
-      table_.charge_to(*inode, nullptr);
+      table_.charge_to(*inode, 0, nullptr);
       table_.quotas().limit_directory(inode->ino(), nullptr);
     }
     static_cast<void>(table_.set_links(inode, 0));

@@ -255,8 +255,9 @@ Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std:
 // ---- limits ----
 
 Status Namespace::limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes) {
-  const NamesWriter writer(mutex_, table_);
   const InodePointer directory = table_.find(ino);
+  const std::string path = directory ? path_of(*directory).value_or("") : "";  // as it is now, for messages
+  const NamesWriter writer(mutex_, table_);
   if (!directory || !directory->is_directory() || directory->is_fixed() || directory->names_.closed()) {
     return Status(EINVAL, "only directories on a device, MOUNT/gpu0 and below, can have a limit");
   }
@@ -264,18 +265,20 @@ Status Namespace::limit_directory(std::uint64_t ino, std::optional<std::uint64_t
   std::vector<InodePointer> members;
   for (InodePointer& inode : table_.all()) {
     const std::shared_ptr<Account> charged = inode->directory_account();
-    const bool is_below = NamesWriter::is_below(*directory, inode.get());
+    // A file that the last process had, and that has no name any more, is known by its record.
+    const bool is_below =
+        NamesWriter::is_below(*directory, inode.get()) || Inode::Reader(*inode)->record.limited_directory == ino;
     if (is_below && charged && charged != account) {
       return Status(EBUSY, "a directory above or below it has a limit, and limits cannot be nested");
     }
     if (is_below || (charged && charged == account)) members.push_back(std::move(inode));
   }
   const bool is_new = account == nullptr;
-  if (is_new && bytes) account = std::make_shared<Account>("the limited directory");
+  if (is_new && bytes) account = std::make_shared<Account>("directory " + path);
   if (!bytes) account = nullptr;
   if (account) account->set_limit(*bytes);
   if (is_new || !bytes) {
-    for (const InodePointer& inode : members) table_.charge_to(*inode, account);
+    for (const InodePointer& inode : members) table_.charge_to(*inode, ino, account);
   }
   table_.quotas().limit_directory(ino, std::move(account));
   return {};

@@ -27,12 +27,15 @@ namespace gpufs::fuse {
 struct InodeRecord {
   gpufs_attributes attributes{};  // of a file with contents the size is that of the last record
   std::int64_t birth_seconds = 0;
-  std::uint64_t references = 0;       // the kernel's, and others
+  std::uint64_t references = 0;       // the kernel's, and those of InodeTable::hold()
   std::uint64_t first_directory = 0;  // where O_TMPFILE created it; 0: it may not get its first name any more
   std::uint32_t birth_nanoseconds = 0;
   std::uint32_t writers_ever = 0;  // how often it was opened for writing
   std::uint32_t created_open = 0;  // 1: by O_CREAT | O_EXCL, which was the first time
   std::uint32_t changes = 0;       // how often its contents were changed
+  std::uint32_t held = 0;          // of the references, those of InodeTable::hold()
+  std::uint32_t unused = 0;
+  std::uint64_t limited_directory = 0;  // whose account pays, also for a file without a name; 0: none
 };
 
 struct NameRecord {

@@ -8,9 +8,7 @@
 #include "base/log.h"
 
 namespace gpufs {
-namespace {
 
-// A number of bytes as the commands print it: "1.5 GiB".
 std::string size_text(std::uint64_t bytes) {
   constexpr std::array kUnits = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   auto size = static_cast<double>(bytes);
@@ -20,8 +18,6 @@ std::string size_text(std::uint64_t bytes) {
   std::snprintf(text.data(), text.size(), "%.*f %s", unit == 0 || size >= 99.95 ? 0 : 1, size, kUnits[unit]);
   return text.data();
 }
-
-}  // namespace
 
 AddressSpace::AddressSpace(std::uint64_t descriptors) : most_descriptors_(descriptors) {}
 
@@ -99,6 +95,12 @@ Status Account::charge(std::uint64_t bytes) {
   if (take(bytes)) return {};
   return Status(EDQUOT, "Disk quota exceeded: " + holder_ + " may hold " + size_text(limit()) + ", holds " +
                             size_text(used()) + ", and needs " + size_text(bytes) + " more");
+}
+
+Status Account::check(std::uint64_t bytes) {
+  Status status = charge(bytes);
+  if (status.ok()) release(bytes);
+  return status;
 }
 
 Status Charge::grow(std::uint64_t bytes) {

@@ -16,6 +16,9 @@
 
 namespace gpufs {
 
+// A number of bytes as the commands print it: "1.5 GiB".
+std::string size_text(std::uint64_t bytes);
+
 // Accounts of the addresses of this process, of which it has 2^47 bytes, those of CUDA and HIP included: an H100 gave
 // 126 TiB. A file reserves addresses up to the end of its last memory, so a sparse file takes many with little memory.
 // Without a bound one user would leave none for stacks and mappings, and so stop the mount. Shared by its shares.
@@ -89,6 +92,9 @@ class Account : public Ledger {
   explicit Account(std::string holder, std::uint64_t limit = kNoLimit,
                    std::shared_ptr<AddressSpace::Share> addresses = nullptr)
       : Ledger(limit), holder_(std::move(holder)), addresses_(std::move(addresses)) {}
+
+  // EDQUOT if so many bytes more are beyond the limit.
+  Status check(std::uint64_t bytes);
 
  private:
   friend class Charge;

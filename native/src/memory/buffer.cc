@@ -123,12 +123,9 @@ Status Buffer::fallocate(std::uint32_t mode, std::uint64_t offset, std::uint64_t
 
 // NOLINTNEXTLINE(performance-unnecessary-value-param): the implementations keep it
 Result<std::shared_ptr<Buffer::Lease>> Buffer::lease(bool /*writable*/, bool /*exports*/, std::string /*label*/,
-                                                     std::optional<std::uint64_t> /*placement*/) {
+                                                     std::optional<std::uint64_t> /*placement*/,
+                                                     std::uint64_t /*most*/) {
   return Status(EPERM, "the memory of a registered file belongs to another program, which alone can pass it on");
-}
-
-Result<std::shared_ptr<Buffer::Lease>> Buffer::lease_again(bool writable, std::uint64_t /*bytes*/, std::string label) {
-  return lease(writable, true, std::move(label));
 }
 
 }  // namespace gpufs

@@ -103,11 +103,11 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   // memory. Where ranges move by copying (DeviceInfo::reserve_copies) a buffer with a lease cannot outgrow its range:
   // EFBIG. label: what messages call the holder. EPERM for memory of another program, which alone can pass it on.
   // placement: where the first byte should lie; the contents move there. They stay where they are while another lease
-  // or a load uses the memory, and where the device is full: Lease::placement() has the outcome.
+  // or a load uses the memory, and where the device is full: Lease::placement() has the outcome. most: leases no more
+  // bytes, as for a program that had a lease before: the buffer may have grown since, by holes perhaps.
   virtual Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label,
-                                               std::optional<std::uint64_t> placement = std::nullopt);
-  // A lease of the last process, on the first `bytes` alone: the buffer may have grown since, by holes perhaps.
-  virtual Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label);
+                                               std::optional<std::uint64_t> placement = std::nullopt,
+                                               std::uint64_t most = kMaximumBytes);
 
   // How many leases there are on its memory, or of these for writing.
   [[nodiscard]] virtual std::size_t leases(bool /*writable*/) const { return 0; }

@@ -93,8 +93,8 @@ class ExtentBuffer : public Buffer {
   Result<std::uint64_t> seek_data(std::uint64_t offset) override;
   Result<std::uint64_t> seek_hole(std::uint64_t offset) override;
   Result<std::shared_ptr<Lease>> lease(bool writable, bool exports, std::string label,
-                                       std::optional<std::uint64_t> placement = std::nullopt) override;
-  Result<std::shared_ptr<Lease>> lease_again(bool writable, std::uint64_t bytes, std::string label) override;
+                                       std::optional<std::uint64_t> placement = std::nullopt,
+                                       std::uint64_t most = kMaximumBytes) override;
   [[nodiscard]] std::size_t leases(bool writable) const override;
   [[nodiscard]] std::uint64_t bytes_parked() const override { return parked_bytes_.load(std::memory_order_acquire); }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -47,12 +46,12 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
     const std::lock_guard lock(buffer_->state_mutex_);
     return placement_;
   }
-  Status refresh() override {
-    constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
-    Status status = fix(kAll, wanted_);
-    return wanted_ && lacks_memory(status.error()) ? fix(kAll, std::nullopt) : status;
-  }
+  Status refresh() override { return fix(kMaximumBytes); }
   // Leases at most so many bytes of the buffer.
+  Status fix(std::uint64_t most) {
+    Status status = fix(most, wanted_);
+    return wanted_ && lacks_memory(status.error()) ? fix(most, std::nullopt) : status;
+  }
   Status fix(std::uint64_t most, std::optional<std::uint64_t> placement) {
     return buffer_->retry_when_full(0, writable_ ? std::min(most, buffer_->size()) : 0, [this, most, placement] {
       const std::lock_guard mutation(buffer_->mutation_mutex_);
@@ -91,19 +90,11 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
   std::shared_ptr<AddressRange> range_;  // keeps the address valid when the buffer moves to a larger range
 };
 
-Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease_again(bool writable, std::uint64_t bytes,
-                                                                 std::string label) {
-  auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable, true,
-                                             std::move(label), std::nullopt);
-  TRY(lease->fix(bytes, std::nullopt));
-  return std::shared_ptr<Lease>(std::move(lease));
-}
-
 Result<std::shared_ptr<Buffer::Lease>> ExtentBuffer::lease(bool writable, bool exports, std::string label,
-                                                           std::optional<std::uint64_t> placement) {
+                                                           std::optional<std::uint64_t> placement, std::uint64_t most) {
   auto lease = std::make_shared<SharedLease>(std::static_pointer_cast<ExtentBuffer>(shared_from_this()), writable,
                                              exports, std::move(label), placement);
-  TRY(lease->refresh());
+  TRY(lease->fix(most));
   return std::shared_ptr<Lease>(std::move(lease));
 }
 

@@ -316,7 +316,7 @@ void ExtentBuffer::drop_empty_memory() {
   if (leased()) return;
   if (snapshot_->slot == nullptr) {
     if (!snapshot_->extents.empty()) return;
-    replace(make_empty_snapshot());
+    replace(make_empty_snapshot(snapshot_->placement));  // the next try begins there, too
     ahead_.clear();
   }
   {
@@ -470,6 +470,7 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
       size_.store(0, std::memory_order_release);
     }
     forget_parked();
+    replace(make_empty_snapshot());
     return {};
   }
   TRY(unpark(wait));
@@ -524,6 +525,7 @@ Status ExtentBuffer::shrink(std::uint64_t end, std::uint64_t highest, Exclusion*
   }
   if (kept.empty() && !leased()) {
     drop_empty_memory();  // as a whole, without a release of its parts
+    if (end == 0) replace(make_empty_snapshot());
   } else if (!removed.empty()) {
     release(removed);
   }
