@@ -42,14 +42,14 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
         arguments = vllm_config, model_config, prefix
         load_own = partial(super().load_model, *arguments)
-        backend = getattr(model_config, "sleep_mode_backend", None)
-        if self._settings.share and model_config.enable_sleep_mode and backend != "gpufs":
-            remedy = "add --sleep-mode-backend gpufs (vLLM 0.33), and mount with --host-memory; or start "
-            raise ValueError(_sharing.SLEEP_REFUSED.format(option="--enable-sleep-mode", remedy=remedy))
         if self._settings.share and pieces is None:
             logger.warning("The engine loads weights of its own: this vLLM shares none (%s)", _MISSING)
         if not self._settings.share or pieces is None:
             return load_own()  # type: ignore[no-any-return]
+        foreign = getattr(model_config, "sleep_mode_backend", None) != "gpufs"
+        if model_config.enable_sleep_mode and foreign and pieces.obstacle(vllm_config) is None:
+            remedy = "add --sleep-mode-backend gpufs (vLLM 0.33), and mount with --host-memory; or start "
+            raise ValueError(_sharing.SLEEP_REFUSED.format(option="--enable-sleep-mode", remedy=remedy))
         checkpoint, shared = self._find_shared(vllm_config, model_config)
         if model_config.enable_sleep_mode:
             _sharing.check_sleep("--enable-sleep-mode", shared)
