@@ -276,7 +276,9 @@ def _share(memory: ArrayMemory, driver: str) -> MemoryShare:
 def _create(
     connection: Connection, share: MemoryShare, path: str, mode: int, memory: ArrayMemory, kind: GivenType | None
 ) -> Registration:
-    with closed_after(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)) as file:
+    # O_NOATIME: the kernel does not cache the name, which the daemon removes at the end.
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOATIME
+    with closed_after(os.open(path, flags, mode)) as file:
         try:
             if kind is not None:
                 note_type(file, kind)

@@ -2,12 +2,15 @@
 
 The command is ``python -I -S guard.py PID MOUNTPOINT LOG_FILE IDENTITY``: the daemon's process, and the identity of its
 mount, "ID MAJOR:MINOR", which is empty if it died before it had mounted. The guard detaches that mount, but only if it
-is still there and its connection is dead: something that was mounted there later stays.
+is still there and its connection is dead: something that was mounted there later stays. If threads of the daemon wait
+for the mount itself, it cuts the connection, which they keep open.
 """
 
+import glob
 import os
 import sys
 import time
+from contextlib import suppress
 
 
 def command(mountpoint: str, log_file: str | None, identity: str = "") -> list[str]:
@@ -36,6 +39,15 @@ def _log(log_file: str, text: str) -> None:
     syslog.syslog(syslog.LOG_ERR, text)
 
 
+def _is_left(pid: str) -> bool:
+    """Return whether a dead process has threads that wait in the kernel."""
+    states = []
+    for path in glob.glob(f"/proc/{pid}/task/*/stat"):
+        with suppress(OSError), open(path, "rb") as file:
+            states.append(file.read().rpartition(b") ")[2][:1])
+    return b"D" in states
+
+
 def main(pid: str, mountpoint: str, log_file: str, identity: str) -> None:
     """Unmount, if the mount is still there."""
     sys.path.insert(0, os.path.abspath(__file__).rsplit(os.sep, 3)[0])
@@ -44,6 +56,8 @@ def main(pid: str, mountpoint: str, log_file: str, identity: str) -> None:
     entry = mounting.entry_with(identity) if identity else mounting.entry_of(mountpoint)
     if entry is None:
         return
+    if identity and _is_left(pid):
+        mounting.abort(entry)
     try:
         gone = mounting.unmount_dead(entry)
     except OSError as failure:

@@ -62,8 +62,8 @@ class MessageKind(IntEnum):
 class Keeper:
     """The keeper of one mount. Thread-safe. As a context manager, it ends with the context.
 
-    If its process has died or does not read, calls do nothing: :meth:`replace` starts another one, which gets
-    everything. The number of the socket's descriptor is always the same.
+    If its process has died, or anything cannot be sent to it, calls do nothing: :meth:`replace` starts another one,
+    which gets everything. The number of the socket's descriptor is always the same.
     """
 
     def __init__(self, mountpoint: str, held: Mapping[int, int] | None = None, fd: int | None = None) -> None:
@@ -72,6 +72,7 @@ class Keeper:
         self._environment = dict(os.environb)
         self._held = dict(held or {})
         self._programs: dict[MessageKind, Sequence[str]] = {}
+        self._serves = False
         self._lock = threading.Lock()  # guards what is above and what is sent
         self._child: subprocess.Popen[bytes] | None = None
         if fd is None:
@@ -142,6 +143,7 @@ class Keeper:
     def serves(self) -> None:
         """Announce that this daemon answers requests: if it dies, the next one is started at once."""
         with self._lock:
+            self._serves = True
             self._send(MessageKind.SERVES)
 
     def fails(self, reason: str) -> None:
@@ -154,25 +156,27 @@ class Keeper:
         with self._lock:
             self._send(MessageKind.END)
             self._socket.settimeout(_END_SECONDS)
-            try:
+            with suppress(TimeoutError, ConnectionResetError):
                 self._socket.recv(1)  # nothing: the end of the file
-            except TimeoutError:
-                self._kill()
-            except ConnectionResetError:
-                pass
+            self._kill()  # it may not have got the message
             if self._child is not None:
                 self._child.wait()
             self._socket.close()
 
     async def replace(self) -> None:
-        """Wait until the keeper has died, and start another one that holds the same. OSError if that is impossible."""
+        """Wait until the keeper has died, or does not take what is sent, and start another one that holds the same.
+
+        OSError if that is impossible.
+        """
         await trio.lowlevel.wait_readable(self._socket)  # the keeper sends nothing, so this is the end of the file
         await threads.run(self._replace)
 
     def _replace(self) -> None:
         with self._lock:
             former = self._child
-            fresh, self._child = self._start()
+            fresh, child = self._start()
+            self._kill()  # it may be alive, and would start a daemon too
+            self._child = child
             with fresh:
                 os.dup2(fresh.fileno(), self._socket.fileno(), inheritable=False)
             code = former.wait() if former is not None else "unknown"
@@ -180,6 +184,8 @@ class Keeper:
             for kind, command in self._programs.items():
                 self._send_program(kind, command)
             self._send_held(self._held)
+            if self._serves:
+                self._send(MessageKind.SERVES)
 
     def _set_program(self, kind: MessageKind, command: Sequence[str]) -> None:
         with self._lock:
@@ -201,15 +207,18 @@ class Keeper:
         data = _HEADER.pack(kind, len(numbers)) + struct.pack(f"={len(numbers)}Q", *numbers)
         try:
             socket.send_fds(self._socket, [data], descriptors)
-        except TimeoutError:
-            log.error("the keeper does not read its socket: it is killed")
-            self._kill()
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # replace() notices that it has ended
+        except OSError as failure:
+            if not isinstance(failure, BrokenPipeError | ConnectionResetError):  # it has ended
+                log.error("the keeper is replaced, since it does not take what is sent: %s", failure)
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # which replace() waits for
 
     def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        """Kill the present process, if it lives: a child, or the parent of this daemon."""
+        if self._child is not None:
+            self._child.kill()
+        elif os.getppid() == (pid := self.pid):
+            os.kill(pid, signal.SIGKILL)
 
     def __enter__(self) -> "Keeper":
         return self

@@ -231,8 +231,7 @@ class Serving:
 
     async def _answer_launcher(self) -> None:
         try:
-            # The kernel's first request is answered only if both planes work.
-            await threads.run(lambda: os.stat(os.path.join(self.entry.mountpoint, "gpu0")), abandon_on_cancel=True)
+            await self._see_an_answer()
         except OSError as failure:
             if mountpoint.present(self.entry) is None:
                 return  # somebody has unmounted at the same time: nothing has failed
@@ -278,8 +277,8 @@ class Serving:
     async def _resume(self) -> None:
         """Reports that this daemon serves the mount of another one."""
         assert self.died is not None
-        # The kernel's first request is answered only if both planes work.
-        await threads.run(self._see_an_answer, abandon_on_cancel=True)
+        with suppress(OSError):  # the mount is elsewhere, or gone: then nobody needs an answer
+            await self._see_an_answer()
         self._has_answered()
         log.warning(
             "this daemon has taken over %s, %.2f s after the end of the one before",
@@ -290,9 +289,10 @@ class Serving:
             return  # another file system may be there now
         await self._set_read_ahead()
 
-    def _see_an_answer(self) -> None:
-        with suppress(OSError):  # the mount is elsewhere, or gone: then nobody needs an answer
-            os.stat(os.path.join(self.entry.mountpoint, "gpu0"))
+    async def _see_an_answer(self) -> None:
+        """Wait for the kernel's first request, which is answered only if both planes work. OSError of stat(2)."""
+        path = os.path.join(self.entry.mountpoint, "gpu0")
+        await threads.run(functools.partial(self.mount.await_answer, path), abandon_on_cancel=True)
 
     def _has_answered(self) -> None:
         self.answered = True

@@ -203,6 +203,11 @@ class Mount(Handle):
         """Start the threads; after the descriptor is mounted and before requests are answered."""
         check(lib.gpufs_mount_start(self._handle))
 
+    @staticmethod
+    def await_answer(path: str) -> None:
+        """Wait until stat(2) of a path on the mount returns, without keeping this process from ending. EngineError."""
+        check(lib.gpufs_await_answer(os.fsencode(path)))
+
     def read_ahead(self, directory: str, piece: int) -> None:
         """Read ahead of programs that go through mappings from front to back; once.
 
@@ -310,7 +315,7 @@ class Mount(Handle):
         return bytes(ffi.string(text[0]))
 
     def remove_names(self, ino: int) -> None:
-        """Remove all names of a file, and queue notifications of the kernel. EngineError ENOENT if unknown."""
+        """Remove all names of a registered file, which the kernel does not cache. EngineError ENOENT if unknown."""
         check(lib.gpufs_name_remove_all(self._handle, ino))
 
     def inode_hold(self, ino: int) -> None:

@@ -354,6 +354,9 @@ gpufs_status gpufs_mount_start(gpufs_handle mount);
  * and not on the calling thread. piece: bytes to ask the kernel for at a time, at most what it reads ahead on this
  * mount. EPERM without the right to open files by their handles (CAP_DAC_READ_SEARCH). Once. */
 gpufs_status gpufs_mount_read_ahead(gpufs_handle mount, const char* directory, uint64_t piece);
+/* Waits until stat(2) of a path returns, which this process may serve itself, on a thread without this process's
+ * descriptors: if the process is killed meanwhile, they close. The errno of stat(2). */
+gpufs_status gpufs_await_answer(const char* path);
 /* An eventfd of the mount's that becomes readable once the connection has ended (unmounted or aborted). */
 gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd);
 
@@ -403,7 +406,7 @@ gpufs_status gpufs_name_find(gpufs_handle mount, const char* path, uint64_t* ino
 /* The path of an inode below the root: one of them if it has several. Valid until the calling thread asks again. It may
  * hold any bytes but 0. ENOENT without a name. */
 gpufs_status gpufs_name_path(gpufs_handle mount, uint64_t ino, const char** path);
-/* Removes all names of a file, and queues notifications of the kernel. ENOENT if unknown. */
+/* Removes all names of a registered file: the kernel looks for each again whenever it is used. ENOENT if unknown. */
 gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino);
 
 /* References keep an inode that has no names, as the kernel's do. A process that goes on with the mount of another

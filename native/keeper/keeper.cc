@@ -30,8 +30,11 @@
 // Where there is no RESTART, the keeper closes everything and becomes GIVE_UP. Without that it goes on holding until
 // the mount is unmounted, and answers with EIO. SIGTERM ends it while no daemon runs. It takes no notice of other
 // signals: it ends with the mount. What it does is in the system's log. A daemon that is alive is never replaced,
-// whatever it does or does not do.
+// whatever it does or does not do. One that was killed counts as dead once its descriptors are closed, or for a second
+// each of its threads has waited in the kernel: for a reply of this very mount, which only the next daemon can give, or
+// for a server that does not answer.
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <linux/fuse.h>
 #include <poll.h>
@@ -47,6 +50,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <chrono>
 #include <csignal>
 #include <cstddef>
@@ -85,7 +89,9 @@ constexpr auto kBriefly = std::chrono::seconds(1);        // a daemon that has a
 constexpr unsigned kBriefAtOnce = 20;                     // so many others are replaced at once, too
 constexpr auto kLongestPause = std::chrono::seconds(60);  // before a start
 constexpr auto kRefusesFrom = std::chrono::seconds(4);    // in pauses of this length requests are answered with EIO
-constexpr int kLookMilliseconds = 20;                     // between looks at a daemon that has closed its socket
+constexpr int kLookMilliseconds = 500;                    // between looks whether the daemon is ending
+constexpr int kCloseLookMilliseconds = 20;                // if it is
+constexpr auto kStuck = std::chrono::seconds(1);          // nothing of it has run for so long: it cannot end
 
 [[noreturn]] void fail(const char* what) {
   ::syslog(LOG_ERR, "%s: %s: the mount does not survive its daemon", what, std::strerror(errno));
@@ -125,17 +131,46 @@ UniqueFd watch_parent(pid_t parent) {
   return checked(::eventfd(1, EFD_CLOEXEC), "eventfd");  // readable at once: it has died already
 }
 
-// Whether the main thread of a process has ended. Others may wait in the kernel for a reply of this very mount, which
-// only the next daemon can give: those that read ahead, whose descriptors are their own
-// (native/src/fuse/read_ahead.cc).
-bool is_zombie(pid_t process) {
-  char text[512];
-  const UniqueFd file(::open(("/proc/" + std::to_string(process) + "/stat").c_str(), O_RDONLY | O_CLOEXEC));
-  const ssize_t bytes = ::read(file.get(), text, sizeof text);
-  if (bytes <= 0) return false;
-  const std::string_view line(text, static_cast<std::size_t>(bytes));
-  const std::size_t name_end = line.rfind(')');
-  return name_end != line.npos && line.substr(name_end).starts_with(") Z");
+// What the kernel says of a thread: proc_pid_stat(5).
+struct ThreadState {
+  char state = '?';           // unknown
+  std::uint64_t flags = 0;    // PF_
+  std::uint64_t pending = 0;  // signals, of the lowest 31
+
+  explicit ThreadState(const std::string& directory) {
+    char text[1024];
+    const UniqueFd file(::open((directory + "/stat").c_str(), O_RDONLY | O_CLOEXEC));
+    const ssize_t bytes = ::read(file.get(), text, sizeof text);
+    std::string_view rest(text, static_cast<std::size_t>(std::max<ssize_t>(bytes, 0)));
+    rest.remove_prefix(std::min(rest.rfind(')'), rest.size()));  // the name may have blanks
+    for (int field = 2; !rest.empty(); ++field) {
+      const std::string_view word = rest.substr(0, rest.find(' '));
+      if (field == 3) state = word[0];
+      if (field == 9) std::from_chars(word.begin(), word.end(), flags);
+      if (field == 31) std::from_chars(word.begin(), word.end(), pending);
+      rest.remove_prefix(std::min(word.size() + 1, rest.size()));
+    }
+  }
+  // Whether it runs no instruction of its program any more.
+  [[nodiscard]] bool is_ending() const {
+    constexpr std::uint64_t kExiting = 4;  // PF_EXITING
+    return state == 'Z' || state == 'X' || (flags & kExiting) != 0 || (pending >> (SIGKILL - 1) & 1) != 0;
+  }
+};
+
+std::string directory_of(pid_t process) { return "/proc/" + std::to_string(process); }
+
+// Whether no thread of a process runs in the kernel either.
+bool all_wait(pid_t process) {
+  const std::string directory = directory_of(process) + "/task/";
+  const std::unique_ptr<DIR, int (*)(DIR*)> threads(::opendir(directory.c_str()), ::closedir);
+  if (threads == nullptr) return false;
+  while (const dirent* const thread = ::readdir(threads.get())) {
+    if (thread->d_name[0] == '.') continue;
+    const char state = ThreadState(directory + thread->d_name).state;
+    if (state != 'D' && state != 'Z' && state != 'X') return false;
+  }
+  return true;
 }
 
 // A program with its arguments and environment.
@@ -189,12 +224,11 @@ class Keeper {
                          {signals_.get(), POLLIN, 0},
                          {daemon_.valid() ? -1 : connection(), requests, 0}};
       const auto& [socket, daemon, signals, mount] = polled;
-      const bool ends_soon = daemon_.valid() && !socket_.valid();
-      if (::poll(polled, std::size(polled), ends_soon ? kLookMilliseconds : until_start()) < 0) fail("poll");
+      if (::poll(polled, std::size(polled), until_look()) < 0) fail("poll");
       // Messages first: those that a dead daemon has sent still count.
       if (socket.revents != 0) {
         if (!receive()) return EXIT_SUCCESS;
-      } else if (daemon.revents != 0 || (ends_soon && is_zombie(process_))) {
+      } else if (daemon.revents != 0 || (daemon_.valid() && cannot_end())) {
         if (!replace_daemon()) return EXIT_FAILURE;
       }
       if (signals.revents != 0) {
@@ -362,8 +396,17 @@ class Keeper {
       ::syslog(LOG_WARNING, "some programs wait: %s", std::strerror(errno));
   }
 
+  // Whether the daemon was killed, and only the next one can end what is left of it.
+  bool cannot_end() {
+    const bool ends = ThreadState(directory_of(process_)).is_ending();
+    const Clock::time_point now = Clock::now();
+    if (!std::exchange(is_ending_, ends) || !ends || !all_wait(process_)) ran_ = now;
+    return is_ending_ && (!socket_.valid() || now - ran_ >= kStuck);
+  }
+
   // Milliseconds for poll(2).
-  [[nodiscard]] int until_start() const {
+  [[nodiscard]] int until_look() const {
+    if (daemon_.valid()) return is_ending_ || !socket_.valid() ? kCloseLookMilliseconds : kLookMilliseconds;
     if (!next_start_) return -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next_start_ - Clock::now()).count();
     return static_cast<int>(std::max<std::int64_t>(left, 0));
@@ -415,6 +458,7 @@ class Keeper {
       return false;
     }
     daemon_ = std::move(daemon);
+    is_ending_ = false;
     process_ = child;
     socket_ = std::move(ours);
     return true;
@@ -468,6 +512,8 @@ class Keeper {
   Program restart_;
   Program give_up_;
   std::unique_ptr<char[]> request_;  // memory for one, once it is needed
+  bool is_ending_ = false;           // the daemon, as far as is known
+  Clock::time_point ran_;            // when something of it was last seen running, if it is
   bool handing_over_ = false;
   UniqueFd state_;
   std::optional<Clock::time_point> serves_since_;  // the present daemon

@@ -20,6 +20,7 @@
 #include "base/status.h"
 #include "base/thread.h"
 #include "base/worker.h"
+#include "memory/account.h"
 #include "no_more_threads.h"
 
 namespace gpufs {
@@ -100,6 +101,29 @@ TEST_F(LogTest, AUserCausesALimitedNumberOfLines) {
   EXPECT_EQ(count(12'345), 50);
   EXPECT_EQ(count(12'346), 50);  // each user has its own limit
   EXPECT_EQ(count(0), 200);
+}
+
+TEST_F(LogTest, AUserWhoIsRefusedAddressesCausesALimitedNumberOfLines) {
+  log_configure(pipe_[1], LogLevel::kInfo);
+  const auto share = std::make_shared<AddressSpace>()->share(12'347, /*plain=*/true);
+  for (std::uint64_t i = 1; i <= 200; ++i) {
+    ASSERT_TRUE(share->take(i, 0).ok());
+    EXPECT_EQ(share->take(AddressSpace::kBytes, 0).error(), EDQUOT);
+    share->release(i, 0);
+  }
+  const std::string text = written();
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 50);
+}
+
+TEST(ThreadTest, WorkApartHasDescriptorsOfItsOwn) {
+  int ends[2];
+  ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
+  const Status status = run_apart("apart", [&]() -> Status {
+    EXPECT_EQ(::fcntl(ends[0], F_GETFD), -1);
+    return Status(EDOM, "what it returns");
+  });
+  EXPECT_EQ(status.error(), EDOM);
+  for (const int end : ends) EXPECT_EQ(::close(end), 0);
 }
 
 TEST(ThreadTest, IsNamedAndTakesNoSignals) {

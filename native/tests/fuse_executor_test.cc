@@ -2,9 +2,14 @@
 
 #include "fuse/executor.h"
 
+#include <dirent.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <memory>
+#include <thread>
+#include <utility>
 
 #include "fuse_fakes.h"
 #include "no_more_threads.h"
@@ -66,6 +71,71 @@ TEST(ExecutorTest, JobsThatHangLeaveAThreadToOthers) {
   EXPECT_TRUE(soon([&] { return other.load(); }));
   door.open();
   EXPECT_EQ(executor.stop(kPatience), 0U);
+}
+
+std::size_t threads_of_process() {
+  const std::unique_ptr<DIR, int (*)(DIR*)> threads(::opendir("/proc/self/task"), ::closedir);
+  std::size_t count = 0;
+  while (::readdir(threads.get()) != nullptr) ++count;
+  return count;
+}
+
+// resumes: the device has released memory; else their time is over.
+void run_many_at_once(bool resumes) {
+  constexpr int kJobs = 300;
+  std::atomic<int> parked{0};
+  std::atomic<int> ended{0};
+  const std::size_t before = threads_of_process();
+  Executor executor(Executor::Limits{.buffers = 4});
+  const auto time = std::chrono::steady_clock::now() + (resumes ? std::chrono::milliseconds(kPatience) : 500ms);
+  for (std::uint64_t i = 1; i <= kJobs; ++i) {
+    executor.submit(kFirst, nullptr, i,
+                    [&, first = true](int, Cancellation&) mutable -> std::optional<Executor::TimePoint> {
+                      if (std::exchange(first, false)) {
+                        ++parked;
+                        return time;
+                      }
+                      std::this_thread::sleep_for(1ms);
+                      ++ended;
+                      return std::nullopt;
+                    });
+  }
+  ASSERT_TRUE(soon([&] { return parked == kJobs; }));
+  if (resumes) executor.resume(0);
+  std::size_t most = 0;
+  EXPECT_TRUE(soon([&] {
+    most = std::max(most, threads_of_process());
+    return ended == kJobs;
+  }));
+  EXPECT_LE(most - before, 6U);
+}
+
+TEST(ExecutorTest, ThereAreOnlyAsManyThreadsAsJobsMayRun) {
+  run_many_at_once(true);
+  run_many_at_once(false);
+}
+
+TEST(ExecutorTest, NotificationsThatMakeNoProgressDelayTheirInodeAndOwnerAlone) {
+  constexpr auto kNotifications = Executor::Lane::Kind::kNotifications;
+  Door door;
+  Executor executor(Executor::Limits{});
+  ASSERT_TRUE(executor.start().ok());
+  const int subjects[12] = {};
+  for (std::uint64_t i = 0; i < 20; ++i) {
+    executor.submit({kNotifications, -1, 1}, &subjects[0], i, [&](int, Cancellation&) { door.pass(); });
+  }
+  ASSERT_TRUE(door.await(1));
+  std::atomic<int> others{0};
+  executor.submit({kNotifications, -1, 1}, &subjects[11], 20, [&](int, Cancellation&) { ++others; });
+  EXPECT_TRUE(soon([&] { return others == 1; }));
+  for (std::uint64_t i = 1; i < 11; ++i) {
+    executor.submit({kNotifications, -1, 1}, &subjects[i], 20 + i, [&](int, Cancellation&) { door.pass(); });
+  }
+  ASSERT_TRUE(door.await(4));
+  executor.submit({kNotifications, -1, 2}, nullptr, 31, [&](int, Cancellation&) { ++others; });
+  EXPECT_TRUE(soon([&] { return others == 2; }));
+  EXPECT_EQ(door.waiting(), 4);
+  door.open();
 }
 
 TEST(ExecutorTest, TimersRunAtTheirTimesUntilTheyEnd) {

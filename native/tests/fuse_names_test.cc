@@ -89,6 +89,16 @@ TEST_F(NamesTest, CreateOpensWithOneReference) {
   EXPECT_FALSE(control->receive(kQuiet));
 }
 
+TEST_F(NamesTest, NamesThatGoWithoutTheKernelsKnowledgeAreNotCached) {
+  EXPECT_EQ(create("to be registered", O_CREAT | O_EXCL | O_RDWR | O_NOATIME).as<fuse_entry_out>().entry_valid, 0U);
+  const std::uint64_t ino = create("registered", O_CREAT | O_EXCL | O_RDWR).as<fuse_entry_out>().nodeid;
+  EXPECT_EQ(look_up("registered").entry_valid, 1U);
+  ASSERT_TRUE(table->replace_buffer(ino, std::make_shared<ExtentBuffer>(contexts[0]), false).ok());
+  EXPECT_EQ(look_up("registered").entry_valid, 0U);
+  const auto linked = kernel->call(FUSE_LINK, gpu, with_name(bytes_of(fuse_link_in{ino}), "link"));
+  EXPECT_EQ(linked.as<fuse_entry_out>().entry_valid, 0U);
+}
+
 // A process dies between what it has done and the reply, and the next one gets the request again.
 class SentAgainTest : public NamesTest {
  protected:
@@ -153,6 +163,8 @@ TEST_F(SentAgainTest, WhatHasBeenDoneIsNotDoneAgain) {
   attributes.mode = S_IFREG | 0600;
   attributes.size = 12345;
   call_twice("SETATTR", FUSE_SETATTR, ino, bytes_of(attributes));
+  attributes.size = 1234;  // less: by another thread than the one that has read the request
+  call_twice("SETATTR", FUSE_SETATTR, ino, bytes_of(attributes));
   call_twice("RENAME", FUSE_RENAME, gpu, with_name(with_name(bytes_of(fuse_rename_in{gpu}), "file"), "other"));
   fuse_rename2_in exchange{};
   exchange.newdir = gpu;
@@ -162,7 +174,20 @@ TEST_F(SentAgainTest, WhatHasBeenDoneIsNotDoneAgain) {
   call_twice("UNLINK", FUSE_UNLINK, gpu, with_name({}, "link"));
   call_twice("RMDIR", FUSE_RMDIR, gpu, with_name({}, "directory"));
   EXPECT_EQ(look_up("other").attr.nlink, 1U);
-  EXPECT_EQ(look_up("other").attr.size, 12345U);
+  EXPECT_EQ(look_up("other").attr.size, 1234U);
+}
+
+TEST_F(SentAgainTest, OutcomesOfRequestsThatHaveEndedTakeNoSpace) {
+  const std::uint64_t ino = create("file").as<fuse_entry_out>().nodeid;
+  fuse_setattr_in attributes{};
+  attributes.valid = FATTR_SIZE;
+  for (std::uint64_t size = 200; size > 0; --size) {
+    attributes.size = size % 2 == 0 ? size + 10 : size;
+    EXPECT_EQ(kernel->call(FUSE_SETATTR, ino, bytes_of(attributes)).error(), 0);
+  }
+  std::size_t outcomes = 0;
+  mount->journal()->each(journal::kOutcome, [&](std::uint64_t, std::span<const std::byte>) { ++outcomes; });
+  EXPECT_LE(outcomes, 10U);
 }
 
 TEST_F(SentAgainTest, TheKernelNeedNotAskForFsync) {

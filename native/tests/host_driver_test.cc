@@ -21,6 +21,7 @@
 #include "bytes.h"
 #include "drivers/driver.h"
 #include "drivers/host/host_memory.h"
+#include "drivers/host/signal_ranges.h"
 #include "results.h"
 
 namespace gpufs {
@@ -114,6 +115,56 @@ TEST_F(HostDriverTest, SignalsDoNotInterruptPopulate) {
   nuisance.join();
   ::sigaction(SIGUSR2, &before, nullptr);
   EXPECT_TRUE(status.ok()) << status.message();
+}
+
+TEST_F(HostDriverTest, AskingForFreeMemoryWaitsForNoAllocation) {
+  open(512 * kMiB);
+  const std::unique_ptr<DeviceMemory> memory = testing::must(device().create_memory());
+  const std::shared_ptr<AddressRange> range = testing::must(memory->reserve(512 * kMiB, {}));
+  ASSERT_TRUE(memory->populate(0, kGranule).ok());
+  ASSERT_TRUE(memory->export_memory(0, kGranule, 1, /*writable=*/true).ok());  // a program may write to it
+  std::atomic<bool> end{false};
+  std::thread allocating([&] {
+    EXPECT_TRUE(memory->populate(kGranule, 400 * kMiB).ok());
+    end = true;
+  });
+  int calls = 0;
+  for (; !end; ++calls) EXPECT_TRUE(device().memory().ok());
+  allocating.join();
+  EXPECT_GT(calls, 10);
+}
+
+TEST(SignalRangesTest, RangesAreFoundByTheirAddressesAlone) {
+  SignalRanges<int, 8> ranges;
+  auto* const first = ranges.add(0x1000, 0x1000, [](int& detail) { detail = 1; });
+  auto* const second = ranges.add(0x9000, 0x1000, [](int& detail) { detail = 2; });
+  EXPECT_EQ(ranges.find(0x1fff), first);
+  EXPECT_EQ(ranges.find(0x2000), nullptr);
+  EXPECT_EQ(ranges.find(0x9000)->detail, 2);
+  ranges.remove(*first);
+  EXPECT_EQ(ranges.find(0x1fff), nullptr);
+  EXPECT_EQ(ranges.find(0x9000), second);
+  for (int i = 0; i < 7; ++i) EXPECT_NE(ranges.add(0x100000, 1, [](int&) {}), nullptr);
+  EXPECT_EQ(ranges.add(0x100000, 1, [](int&) {}), nullptr);
+}
+
+TEST(SignalRangesTest, ASlotThatIsUsedAgainNeverLooksLikeBothRanges) {
+  SignalRanges<int, 8> ranges;
+  std::atomic<bool> end{false};
+  std::thread changing([&] {
+    while (!end) {
+      ranges.remove(*ranges.add(0x1000, 0x1000, [](int&) {}));
+      ranges.remove(*ranges.add(0x900000, 0x1000, [](int&) {}));
+    }
+  });
+  const auto time = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  int found = 0;
+  while (std::chrono::steady_clock::now() < time) {
+    for (int i = 0; i < 1000; ++i) found += ranges.find(0x50000) != nullptr ? 1 : 0;  // between the two
+  }
+  end = true;
+  changing.join();
+  EXPECT_EQ(found, 0);
 }
 
 TEST_F(HostDriverTest, PinningRefusesOverlapsAsGpusDo) {

@@ -213,7 +213,7 @@ TEST_P(KeptGpuMemory, MemoryAheadIsCountedAndComesBack) {
 
 TEST_P(KeptGpuMemory, EachPieceCountsAsADescriptor) {
   open_kept();
-  const auto share = std::make_shared<AddressSpace>(12)->share("user 7", /*plain=*/true);  // which has a third of them
+  const auto share = std::make_shared<AddressSpace>(12)->share(7, /*plain=*/true);  // which has a third of them
   const auto account = std::make_shared<Account>("user 7", Account::kNoLimit, share);
   const std::shared_ptr<Driver> driver = std::move(driver_);
   const std::shared_ptr<DeviceContext> context = must(DeviceContext::create(driver, 0));

@@ -101,6 +101,15 @@ TEST_F(KeptMemoryTest, NothingIsSentAfterTheEnd) {
   EXPECT_EQ(::recv(keeper_.get(), message, sizeof message, MSG_DONTWAIT), -1);
 }
 
+TEST_F(KeptMemoryTest, AFailureEndsTheConnection) {
+  hold(0);
+  EXPECT_EQ(held().size(), 1U);
+  kept_->hold(memory_, 4096, 4096, 1 << 30);  // no descriptor
+  EXPECT_FALSE(kept_->health().ok());
+  char message[64];
+  EXPECT_EQ(::recv(keeper_.get(), message, sizeof message, MSG_DONTWAIT), 0);  // so another keeper gets everything
+}
+
 TEST_F(KeptMemoryTest, ARestoreThatFailsDropsNothing) {
   hold(0);
   for (int attempt = 0; attempt < 3; ++attempt) {

@@ -20,6 +20,8 @@ CAMPAIGNS: dict[str, Campaign] = {
     "twins-killed": twins.killed_twins,
     "twins-killed-cuda": partial(twins.killed_twins, driver="cuda"),
     "attached": programs.killed,
+    "daemons-killed": partial(programs.killed_daemons, hold=False),
+    "daemons-killed-held": partial(programs.killed_daemons, hold=True),
     "versions": versions.followed,
     "fuzz": programs.attacked,
     "stress-ng": programs.stress_ng,

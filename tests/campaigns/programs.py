@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Sequence
 
 from support.attaching import kill_programs
 from support.fuzzing import fuzz, prepare_fuzz
+from support.killing import kill_at_random
 from support.processes import run
 
 from campaigns.harness import Missing, Place, need
@@ -59,6 +61,7 @@ NAMES = (
 )
 QUICK = "copy-file dentry dir fallocate flock hdd iomix link metamix rename seek unlink xattr"
 SECONDS, QUICK_SECONDS = 600, 13
+LONGEST_WAIT = 5.0  # docs/lifecycle.md names it
 SIZES = {
     "copy-file": "128m",
     "fallocate": "128m",
@@ -100,6 +103,22 @@ def killed(place: Place) -> str:
     cycles = 20 if place.quick else 1000
     kill_programs(place.root, cycles, seed=os.getpid())
     return f"{cycles} programs killed, seed {os.getpid()}"
+
+
+def killed_daemons(place: Place, *, hold: bool) -> str:
+    """Kills daemons and keepers under programs that work; hold: beside a user who holds a directory all the time."""
+    if os.geteuid() != 0:
+        raise Missing("one program has a mount namespace of its own")
+    rounds, seed = (10 if place.quick else 2200), os.getpid()
+    began = time.monotonic()
+    waits = sorted(kill_at_random(place.host, rounds, seed, hold=hold, FILE_BYTES=str(1 << 30)))
+    if waits[-1] > LONGEST_WAIT:
+        raise AssertionError(f"after a death calls waited {waits[-1]:.2f} s; seed {seed}")
+    return (
+        f"{len(waits)} times daemons were killed, calls waited {waits[len(waits) // 2]:.2f} s (median), "
+        f"{waits[len(waits) * 99 // 100]:.2f} s (99 of 100), {waits[-1]:.2f} s (the longest); "
+        f"{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f}, seed {seed}"
+    )
 
 
 def attacked(place: Place) -> str:

@@ -12,12 +12,15 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import numpy
 
 import gpufs
+from support.mounting import REPOSITORY
+from support.processes import PATIENCE
 
 MIB = 1 << 20
 _BLOCK = 64 << 10
@@ -100,6 +103,35 @@ def register(directory: Path, stop: Path) -> None:
         os._exit(0)  # the array keeps the memory mapped, about which its end would complain
 
 
+def registrations(directory: Path, stop: Path) -> None:
+    """Registers memory again and again where files come and go: the name is gone when the registration has ended."""
+    shared = SharedMemory(create=True, size=MIB)
+    try:
+        view: numpy.ndarray = numpy.ndarray(shared.size, numpy.uint8, shared.buf)
+        for number in _until(stop):
+            with gpufs.register(view, directory / "file") as made:
+                assert (directory / "file").stat().st_size == made.nbytes
+                (directory / f"other-{number % 20}").touch()
+            assert not os.path.lexists(directory / "file")
+            os.unlink(directory / f"other-{number % 20}")
+        assert not os.listdir(directory)
+    finally:
+        shared.unlink()
+        os._exit(0)
+
+
+def share(directory: Path, stop: Path) -> None:
+    """Attaches and writes a file of which a mapping shows the bytes."""
+    path = directory / "file"
+    path.write_bytes(bytes(8 * MIB))
+    with open(path, "rb") as file:
+        for number in _until(stop):
+            with gpufs.attach(path, "r+") as array:
+                numpy.asarray(array)[:: mmap.PAGESIZE] = number % 251
+            with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+                assert memory[:: mmap.PAGESIZE] == bytes([number % 251]) * (len(memory) // mmap.PAGESIZE)
+
+
 def look(directory: Path, stop: Path) -> None:
     """Works from another mount namespace, through a bind mount: on bytes and on names."""
     place = Path(os.environ["BIND_PLACE"])
@@ -166,8 +198,40 @@ def sqlite(directory: Path, stop: Path) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Path, Path], None]] = {
-    work.__name__: work for work in (write, read, store, attach, register, look, listing, git, sqlite)
+    work.__name__: work
+    for work in (write, read, store, attach, register, registrations, share, look, listing, git, sqlite)
 }
+
+
+@contextmanager
+def at_work(device: Path, folder: Path, **environment: str) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All of these programs, each in a directory of its own. At the end they must have seen nothing wrong."""
+    stop, place = folder / "stop", folder / "bound"
+    place.mkdir()
+    path = os.pathsep.join([str(REPOSITORY / "tests"), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path, "BIND_PLACE": str(place), **environment}
+    running = {}
+    try:
+        for name in PROGRAMS:
+            directory = device / name
+            directory.mkdir()
+            words = [sys.executable, "-m", "support.at_work", name, str(directory), str(stop)]
+            if name == "look":
+                words = ["unshare", "--mount", *words]
+            running[name] = subprocess.Popen(
+                words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        yield running
+        stop.touch()
+        for name, program in running.items():
+            said, _ = program.communicate(timeout=PATIENCE)
+            assert program.returncode == 0, f"{name}: {said}"
+            assert int(said.split()[0]) > 0, name
+    finally:
+        for program in running.values():
+            program.kill()
+            program.communicate()
+
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

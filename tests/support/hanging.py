@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _LOOKUP, _FORGET, _GETATTR, _OPEN, _READ, _WRITE, _STATFS, _RELEASE, _FSYNC = 1, 2, 3, 14, 15, 16, 17, 18, 20
@@ -162,6 +163,30 @@ class HangingMount:
         self.release()
         subprocess.run(["umount", "-l", self.path], check=False, timeout=60)
         os.rmdir(self.path)
+
+
+# Lists a directory into memory whose pages never come: the kernel keeps the directory's lock meanwhile.
+_HOLD = """
+import ctypes, mmap, os, sys
+libc = ctypes.CDLL(None)
+file, directory = os.open(sys.argv[1], os.O_RDWR), os.open(sys.argv[2], os.O_RDONLY)
+pages = mmap.mmap(file, 1 << 20, flags=mmap.MAP_PRIVATE)
+address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+libc.getdents64(directory, ctypes.c_void_p(address), ctypes.c_size_t(1 << 16))
+"""
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """A program holds the kernel's lock of a directory, as any user can who may list it."""
+    with HangingMount(1 << 20) as hanging:
+        before = hanging.waiting()
+        with subprocess.Popen([sys.executable, "-c", _HOLD, hanging.file, directory]) as program:
+            while hanging.waiting() == before:
+                time.sleep(0.01)
+            yield
+            hanging.release()
+            program.kill()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from support.hanging import HangingMount
 from support.processes import PATIENCE, has_ended, links_of, wait_until
 
 from gpufs.daemon.keeper import PROGRAM, Keeper, new_memfd
@@ -444,6 +445,26 @@ def test_a_daemon_that_waits_for_its_successor_is_replaced(daemons: Daemons) -> 
     )
     assert daemons.wait_for(1) == [{"held": {"1": "one"}}]
     assert daemon.poll() is None
+    daemons.wait_ended()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("waits", ["main thread", "other thread"])
+def test_a_daemon_that_cannot_end_is_replaced(daemons: Daemons, waits: str) -> None:
+    """A thread of it waits in the kernel, and shares its descriptors; one that is alive and waits is not replaced."""
+    last = "wait()" if waits == "main thread" else "threading.Thread(target=wait).start(); time.sleep(1000)"
+    with HangingMount(operations=["fsync"]) as hanging:
+        daemon = daemons.start(
+            "import threading\n"
+            f"def wait(): os.fsync(os.open({str(hanging.file)!r}, os.O_RDONLY))\n"
+            f"start(os.environ['NAME']); command(RESTART, {SUCCESSOR!r}); send(HOLD, [1], [memfd(b'one')])\n{last}"
+        )
+        wait_until(hanging.waiting, PATIENCE, "the thread to wait")
+        time.sleep(2)
+        assert daemons.reports() == []
+        daemon.kill()
+        assert daemons.wait_for(1) == [{"held": {"1": "one"}}]
+        assert daemon.poll() is None
     daemons.wait_ended()
 
 

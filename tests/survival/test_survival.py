@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import re
@@ -17,10 +18,12 @@ from errno import EEXIST, EIO, ENOENT
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from support import fake_gpu
 from support.cli import gpufs, user_gpufs
 from support.data import MIB
+from support.hanging import HangingMount, held
 from support.mounting import GPUFS, REPOSITORY
 from support.processes import (
     NOBODY,
@@ -36,6 +39,7 @@ from support.processes import (
 from support.surviving import Survivor, failing_takeovers, mounted
 from support.watchdog import mounted_at
 
+import gpufs as gpufs_client
 from gpufs import status
 from gpufs.statistics import find
 
@@ -310,6 +314,80 @@ def test_keeper_dies(of_each_driver: Survivor) -> None:
     wait_until(lambda: of_each_driver.keepers() not in ([], [former]), PATIENCE, "another keeper")
     of_each_driver.kill()
     assert (of_each_driver.device / "file").read_bytes() == b"contents" * 1_000_000
+
+
+def test_keeper_that_is_stalled(survivor: Survivor) -> None:
+    """Another one takes its place, which gets everything."""
+    contents = b"contents" * 20_000
+    (former,) = survivor.keepers()
+    os.kill(former, signal.SIGSTOP)
+    (survivor.device / "file").write_bytes(contents)
+
+    def change_files() -> bool:  # whose descriptors it does not take, nor that they are to be closed
+        for _ in range(50):
+            (survivor.device / "other").write_bytes(contents)
+            os.unlink(survivor.device / "other")
+        return former not in survivor.keepers()
+
+    wait_until(change_files, PATIENCE, "the end of the keeper")
+    wait_until(lambda: survivor.report()["survives"], PATIENCE, "that the mount survives")
+    survivor.kill()
+    assert (survivor.device / "file").read_bytes() == contents
+    os.unlink(survivor.device / "file")
+    wait_until(lambda: status(survivor.path).devices[0].used_bytes == 0, PATIENCE, "the memory to be free")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system that does not answer")
+@pytest.mark.parametrize("survives", [True, False])
+def test_daemon_that_cannot_end(tmp_path: Path, survives: bool) -> None:
+    """It copies from a file whose server does not answer. Another one takes over, or the guard ends the mount."""
+    options = () if survives else ("--no-survive",)
+    with HangingMount() as hanging, mounted(tmp_path / "mount", *options) as mount:
+        (mount.device / "file").write_bytes(b"contents")
+        former = mount.pid
+        words = [*GPUFS, "cp", str(hanging.file), str(mount.device / "copy")]
+        with subprocess.Popen(words, stderr=subprocess.DEVNULL) as copying:
+            wait_until(hanging.waiting, PATIENCE, "the copy")
+            os.kill(former, signal.SIGKILL)
+            if survives:
+                mount.await_another(former)
+                assert (mount.device / "file").read_bytes() == b"contents"
+            else:
+                wait_until(lambda: not mounted_at(str(mount.path)), PATIENCE, "the end of the mount")
+            assert not has_ended(former) or os.listdir(f"/proc/{former}/task") != [str(former)]  # it waits still
+            hanging.release()
+            assert copying.wait(PATIENCE) != 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system that does not answer")
+def test_who_holds_a_directory_delays_nobody_elsewhere(survivor: Survivor) -> None:
+    """Not even what ends in that directory, nor a takeover."""
+    place, other = survivor.device / "held", survivor.device / "other"
+    for directory in (place, other):
+        directory.mkdir()
+    (place / "file").write_bytes(bytes(4 * MIB))
+    memory = os.memfd_create("memory")
+    os.ftruncate(memory, MIB)
+    array = numpy.frombuffer(mmap.mmap(memory, MIB), numpy.uint8)
+    os.close(memory)
+    opened = open(place / "file", "r+b", buffering=0)  # noqa: SIM115
+    ending = gpufs_client.register(array, place / "registered")
+    with opened, held(place):
+        began = time.monotonic()
+        for number in range(2):
+            assert opened.write(b"bytes") == 5
+            (other / "file").write_bytes(bytes(MIB))
+            with gpufs_client.attach(other / "file", "r+"):
+                pass
+            gpufs("cp", "--force", "/bin/sh", other / "copy")
+            with gpufs_client.register(array, other / "registered") as made:
+                assert made.nbytes == MIB
+            if number == 0:
+                ending.close()
+                survivor.kill()
+        gpufs("restart", survivor.path)
+        assert time.monotonic() - began < PATIENCE / 2
+    assert os.listdir(place) == ["file"]
 
 
 def test_the_systemd_unit_removes_a_dead_mount(survivor: Survivor) -> None:

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -17,6 +18,7 @@
 #include "abi/barrier.h"
 #include "abi/engine.h"
 #include "abi/handles.h"
+#include "base/thread.h"
 #include "base/unique_fd.h"
 #include "device/device_context.h"
 #include "fuse/attributes.h"
@@ -145,6 +147,15 @@ gpufs_status gpufs_mount_read_ahead(gpufs_handle mount, const char* directory, u
   return with_handle<Mount>(mount, [&](Mount& found) -> Status { return found.read_ahead(directory, piece); });
 }
 
+gpufs_status gpufs_await_answer(const char* path) {
+  return catch_all([&] {
+    return run_apart("gpufs-look", [&]() -> Status {
+      struct stat found {};
+      return ::stat(path, &found) == 0 ? Status() : Status::from_errno(errno, path);
+    });
+  });
+}
+
 gpufs_status gpufs_mount_ended_fd(gpufs_handle mount, int* fd) {
   return with_handle<Mount>(mount, [&](Mount& found) { *fd = found.ended_fd(); });
 }
@@ -205,23 +216,7 @@ gpufs_status gpufs_name_path(gpufs_handle mount, uint64_t ino, const char** path
 }
 
 gpufs_status gpufs_name_remove_all(gpufs_handle mount, uint64_t ino) {
-  return with_inode(mount, ino, [ino](Mount& found, Inode& inode) -> Status {
-    const auto invalidate = [&](const std::vector<std::pair<std::uint64_t, std::string>>& names) {
-      Status status;
-      for (const auto& [directory, name] : names) {
-        if (status.ok()) status = found.notifier().invalidate_entry(directory, name);
-      }
-      return status;
-    };
-    // The kernel is notified first: if this process died after the removal, the next one would not know which names to
-    // report.
-    if (found.started()) {
-      TRY(invalidate(found.names().names_of(inode)));
-      (void)found.notifier().invalidate_inode(ino);
-    }
-    // And again, since it may have looked them up in between.
-    return invalidate(found.names().remove_names(inode));
-  });
+  return with_inode(mount, ino, [](Mount& found, Inode& inode) { found.names().remove_names(inode); });
 }
 
 gpufs_status gpufs_inode_hold(gpufs_handle mount, uint64_t ino) {

@@ -1,8 +1,11 @@
 #include "base/thread.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <system_error>
 #include <utility>
 
@@ -29,6 +32,23 @@ Result<std::thread> start_thread(const std::string& name, std::function<void()> 
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error != 0) return Status::from_errno(error, "starting thread " + name);
   return thread;
+}
+
+Status leave_descriptors() {
+  if (::unshare(CLONE_FILES) != 0 || ::close_range(STDERR_FILENO + 1, ~0U, 0) != 0) {
+    return Status::from_errno(errno, "a thread's own descriptors");
+  }
+  return {};
+}
+
+Status run_apart(const std::string& name, const std::function<Status()>& work) {
+  Status status;
+  std::thread thread = TRY(start_thread(name, [&] {
+    status = leave_descriptors();
+    if (status.ok()) status = work();
+  }));
+  thread.join();
+  return status;
 }
 
 }  // namespace gpufs

@@ -21,6 +21,30 @@ constexpr std::chrono::seconds kIdle{10};  // a thread without a job for so long
 constexpr std::size_t kFileJobs = 8;       // of one lane; these wait for disks rather than work
 constexpr std::size_t kCopyJobs = 32;
 constexpr std::size_t kReleaseJobs = 2;
+constexpr std::size_t kNotificationJobs = 4;
+
+std::size_t limit_of(const Executor::Lane& lane, const Executor::Limits& limits) {
+  switch (lane.kind) {
+    case Executor::Lane::Kind::kBuffers:
+      return limits.buffers;
+    case Executor::Lane::Kind::kFiles:
+      return kFileJobs;
+    case Executor::Lane::Kind::kCopies:
+      return kCopyJobs;
+    case Executor::Lane::Kind::kRelease:
+      return kReleaseJobs;
+    case Executor::Lane::Kind::kNotifications:
+      return kNotificationJobs;
+    default:
+      return 1;
+  }
+}
+
+// A second notification about an inode would wait for the same as the first one.
+std::size_t subject_limit_of(const Executor::Lane& lane, const Executor::Limits& limits) {
+  return lane.kind == Executor::Lane::Kind::kNotifications ? 1 : limits.same_subject;
+}
+
 // So many threads stay, so that the system's refusal of further threads delays jobs but does not stop them.
 constexpr std::size_t kPermanentThreads = 2;
 
@@ -65,7 +89,7 @@ bool Executor::submit_entry(const Lane& lane, const void* subject, Id id, std::o
         wake_for_parked(state_);
       } else {
         state.queue.splice(state.queue.end(), mine);
-        wake_for_queue(state_);
+        wake_for_queue(state_, 1);
       }
       return true;
     }
@@ -75,17 +99,13 @@ bool Executor::submit_entry(const Lane& lane, const void* subject, Id id, std::o
   return false;
 }
 
-void Executor::wake_for_queue(const std::shared_ptr<State>& state) {
-  const std::size_t looking = state->idle + state->starting;
-  std::size_t ready = 0;
-  for (auto entry = state->queue.begin(); entry != state->queue.end() && ready <= looking; ++entry) {
-    if (state->may_run(*entry)) ++ready;
-  }
+void Executor::wake_for_queue(const std::shared_ptr<State>& state, std::size_t added) {
+  const std::size_t ready = state->count_ready(state->idle + state->starting + added);
   if (ready == 0) return;
   // One thread more than jobs, see leaves_a_thread().
   while (state->idle + state->starting <= ready && start_worker(state).ok()) {
   }
-  state->wanted.notify_one();
+  added == 1 ? state->wanted.notify_one() : state->wanted.notify_all();
 }
 
 void Executor::wake_for_parked(const std::shared_ptr<State>& state) {
@@ -154,14 +174,16 @@ void Executor::resume(std::int32_t device) {
   State& state = *state_;
   const std::lock_guard lock(state.mutex);
   ++state.resumes;
+  std::size_t resumed = 0;
   for (auto entry = state.parked.begin(); entry != state.parked.end();) {
     const auto next = std::next(entry);
     if (entry->lane.device == device) {
       state.queue.splice(state.queue.end(), state.parked, entry);
-      wake_for_queue(state_);
+      ++resumed;
     }
     entry = next;
   }
+  if (resumed > 0) wake_for_queue(state_, resumed);
 }
 
 std::size_t Executor::stop(std::chrono::milliseconds timeout) {
@@ -197,29 +219,41 @@ Executor::JobCounts Executor::counts() const {
   return {state_->active.size(), state_->queue.size()};
 }
 
-std::size_t Executor::State::limit_of(Lane::Kind kind) const {
-  switch (kind) {
-    case Lane::Kind::kBuffers:
-      return limits.buffers;
-    case Lane::Kind::kFiles:
-      return kFileJobs;
-    case Lane::Kind::kCopies:
-      return kCopyJobs;
-    case Lane::Kind::kRelease:
-      return kReleaseJobs;
-    default:
-      return 1;
-  }
+void Executor::Load::add(const QueuedJob& entry) {
+  ++lanes[entry.lane];
+  if (entry.subject != nullptr) ++subjects[{entry.lane, entry.subject}];
 }
 
-bool Executor::State::may_run(const QueuedJob& entry) const {
-  std::size_t lane = 0;
-  std::size_t subject = 0;
-  for (const QueuedJob& other : active) {
-    if (other.lane == entry.lane) ++lane;
-    if (entry.subject != nullptr && other.subject == entry.subject) ++subject;
+void Executor::Load::remove(const QueuedJob& entry) {
+  if (const auto lane = lanes.find(entry.lane); --lane->second == 0) lanes.erase(lane);
+  if (entry.subject == nullptr) return;
+  if (const auto subject = subjects.find({entry.lane, entry.subject}); --subject->second == 0) subjects.erase(subject);
+}
+
+bool Executor::Load::admits(const QueuedJob& entry, const Limits& limits) const {
+  const auto lane = lanes.find(entry.lane);
+  if (lane == lanes.end()) return true;
+  if (lane->second >= limit_of(entry.lane, limits)) return false;
+  const auto subject = subjects.find({entry.lane, entry.subject});
+  return subject == subjects.end() || subject->second < subject_limit_of(entry.lane, limits);
+}
+
+std::size_t Executor::State::count_ready(std::size_t most) const {
+  if (queue.size() == 1) return load.admits(queue.front(), limits) ? 1 : 0;
+  Load together = load;
+  std::size_t ready = 0;
+  for (auto entry = queue.begin(); entry != queue.end() && ready < most; ++entry) {
+    if (!together.admits(*entry, limits)) continue;
+    together.add(*entry);
+    ++ready;
   }
-  return lane < limit_of(entry.lane.kind) && subject < limits.same_subject;
+  return ready;
+}
+
+Executor::QueuedJobs::iterator Executor::State::activate(QueuedJobs& from, QueuedJobs::iterator entry) {
+  load.add(*entry);
+  active.splice(active.end(), from, entry);
+  return entry;
 }
 
 bool Executor::State::leaves_a_thread(const QueuedJob& entry) const {
@@ -235,15 +269,13 @@ Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex
     const TimePoint now = Clock::now();
     const auto first = std::ranges::min_element(parked, {}, &QueuedJob::time);
     if (first != parked.end() && first->time <= now) {
-      active.splice(active.end(), parked, first);
-      return std::prev(active.end());
+      if (first->refusal != 0 || load.admits(*first, limits)) return activate(parked, first);
+      queue.splice(queue.end(), parked, first);  // the end of a job of its lane makes space for it
+      continue;
     }
     const auto ready = std::ranges::find_if(
-        queue, [this](const QueuedJob& entry) { return may_run(entry) && leaves_a_thread(entry); });
-    if (ready != queue.end()) {
-      active.splice(active.end(), queue, ready);
-      return std::prev(active.end());
-    }
+        queue, [this](const QueuedJob& entry) { return load.admits(entry, limits) && leaves_a_thread(entry); });
+    if (ready != queue.end()) return activate(queue, ready);
     // While something is parked one thread stays to watch the time.
     const bool needed = threads <= kPermanentThreads || (!parked.empty() && idle == 0);
     if (stopping || (now >= idle_end && !needed)) return active.end();
@@ -267,6 +299,7 @@ void Executor::State::park(QueuedJobs::iterator entry, TimePoint time) {
   // Memory that was released during the attempt may have come too late for it.
   const bool again = entry->refusal == 0 && entry->resumes != resumes && entry->lane.device >= 0;
   QueuedJobs& to = again ? queue : parked;
+  load.remove(*entry);
   to.splice(to.end(), active, entry);
 }
 
@@ -295,6 +328,7 @@ void Executor::work_loop(const std::shared_ptr<State>& shared) {
     lock.unlock();
     last = nullptr;  // while its subject still counts as busy
     lock.lock();
+    state.load.remove(*entry);
     state.active.erase(entry);
     state.ended.notify_all();
   }

@@ -2,10 +2,11 @@
 // Ownership: the Mount's. The threads share its state, so one that hangs can be left behind.
 // Thread-safe, except start() and stop(), which the Mount calls.
 //
-// Jobs compete in lanes: each lane has its own limit and never waits for another one. Jobs on the same subject (a
-// buffer) have a smaller limit, so one that makes no progress does not fill its lane. Files of the host have none: one
-// that hangs can fill the lane of its file system. A job that finds the device full holds no thread: it is parked until
-// memory is released (device/releases.h) or its time is over.
+// Jobs compete in lanes: each lane has its own limit and never waits for another one. Jobs of a lane on the same
+// subject (an inode) have a smaller limit, so one that makes no progress does not fill its lane. Files of the host have
+// none: one that hangs can fill the lane of its file system. A job that finds the device full holds no thread: it is
+// parked until memory is released (device/releases.h) or its time is over. There are as many threads as jobs may run
+// side by side, and one more, however many are queued.
 #pragma once
 
 #include <atomic>
@@ -16,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -52,12 +54,12 @@ class Executor {
       kFiles,          // files of one file system of the host; these jobs may be left behind
       kCopies,         // transfers between the two
       kRelease,        // freeing memory of one device
-      kNotifications,  // in their order, by one thread at a time
-      kRelay,          // likewise
+      kNotifications,  // about files of one user
+      kRelay,          // in their order, by one thread at a time
     };
     Kind kind = Kind::kBuffers;
     std::int32_t device = -1;  // the GPU; its resume() runs the lane's parked jobs, too; -1: none
-    std::uint64_t disk = 0;    // of the files, see BackingFacts
+    std::uint64_t owner = 0;   // of kFiles and kCopies the disk, see BackingFacts; of kNotifications the user
     friend auto operator<=>(const Lane&, const Lane&) = default;
   };
 
@@ -144,6 +146,16 @@ class Executor {
   };
   using QueuedJobs = std::list<QueuedJob>;
 
+  // How many jobs run, or would: in each lane, and of these on each subject.
+  struct Load {
+    std::map<Lane, std::size_t> lanes;
+    std::map<std::pair<Lane, const void*>, std::size_t> subjects;
+
+    void add(const QueuedJob& entry);
+    void remove(const QueuedJob& entry);
+    [[nodiscard]] bool admits(const QueuedJob& entry, const Limits& limits) const;
+  };
+
   // State that the threads use.
   struct State {
     explicit State(const Limits& chosen) : limits(chosen) {}
@@ -156,6 +168,7 @@ class Executor {
     QueuedJobs queue;
     QueuedJobs parked;
     QueuedJobs active;
+    Load load;  // of the active ones
     std::size_t threads = 0;
     std::size_t idle = 0;      // of these, those that wait
     std::size_t starting = 0;  // and those that have been started and look at the queue next
@@ -163,10 +176,12 @@ class Executor {
     bool stopping = false;
     bool start_failed = false;  // logged once, until a thread could be started again
 
-    [[nodiscard]] bool may_run(const QueuedJob& entry) const;
+    // How many queued jobs could start now; counts up to `most`.
+    [[nodiscard]] std::size_t count_ready(std::size_t most) const;
     // Jobs that may hang never take the last thread: a notification may wait for a request that is a job, too.
     [[nodiscard]] bool leaves_a_thread(const QueuedJob& entry) const;
-    [[nodiscard]] std::size_t limit_of(Lane::Kind kind) const;
+    // Moves a job to `active`.
+    QueuedJobs::iterator activate(QueuedJobs& from, QueuedJobs::iterator entry);
     // Moves the next job to `active` and returns it; the end of `active` if the thread has to end.
     QueuedJobs::iterator next(std::unique_lock<std::mutex>& lock);
     void park(QueuedJobs::iterator entry, TimePoint time);
@@ -175,7 +190,8 @@ class Executor {
   bool submit_entry(const Lane& lane, const void* subject, Id id, std::optional<TimePoint> time, Job job);
   static void work_loop(const std::shared_ptr<State>& state);
   // The following are called with the mutex held.
-  static void wake_for_queue(const std::shared_ptr<State>& state);
+  // added: jobs that have just been queued.
+  static void wake_for_queue(const std::shared_ptr<State>& state, std::size_t added);
   static void wake_for_parked(const std::shared_ptr<State>& state);
   static Status start_worker(const std::shared_ptr<State>& state);
 

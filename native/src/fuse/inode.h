@@ -105,12 +105,12 @@ class Inode : public std::enable_shared_from_this<Inode> {
   [[nodiscard]] std::int32_t device() const { return device_; }
   // Null without a buffer. Both the first one and the one that InodeTable::replace_buffer() sets live as long as the
   // inode.
-  [[nodiscard]] const std::shared_ptr<Buffer>& buffer() const {
-    return replaced_.load(std::memory_order_acquire) ? replacement_ : buffer_;
-  }
+  [[nodiscard]] const std::shared_ptr<Buffer>& buffer() const { return is_registered() ? replacement_ : buffer_; }
 
+  // Whether the file shows memory of a program: see InodeTable::replace_buffer().
+  [[nodiscard]] bool is_registered() const { return replaced_.load(std::memory_order_acquire); }
   // Whether the CPU can read the buffer's memory in place.
-  [[nodiscard]] bool in_host_memory() const { return in_host_memory_ && !replaced_.load(std::memory_order_acquire); }
+  [[nodiscard]] bool in_host_memory() const { return in_host_memory_ && !is_registered(); }
 
   // The account of the limited directory that the inode is in; null: there is none.
   [[nodiscard]] std::shared_ptr<Account> directory_account() const;

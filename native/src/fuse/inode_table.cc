@@ -410,7 +410,9 @@ bool InodeTable::evict(std::int32_t device, std::uint64_t needed) {
       }
       const Result<bool> parked = park(*inode);  // EBUSY: a program has attached it meanwhile
       if (!parked.ok() || !parked.value()) continue;
-      log_info("inode ", inode->ino(), " was parked: ", directory_of(device), " is full");
+      if (log_permitted(inode->attributes().uid)) {
+        log_info("inode ", inode->ino(), " was parked: ", directory_of(device), " is full");
+      }
       return true;
     }
     if (soonest >= deadline) return false;

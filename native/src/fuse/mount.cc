@@ -179,9 +179,9 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       names_(table_),
       transport_(std::move(device), transport_options(options), region_.counters()),
-      long_requests_(table_.devices(), executor_, region_.counters(), options.space_timeout),
+      long_requests_(table_.devices(), executor_, records_, region_.counters(), options.space_timeout),
       read_ahead_(region_.counters()),
-      notifier_(transport_, executor_),
+      notifier_(transport_, executor_, table_),
       backing_(table_, options.transfers, long_requests_, region_.counters()),
       relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
              {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, region_.counters()),
@@ -369,7 +369,7 @@ void Mount::answer_from_state(const Handler& handler, const Outcome& outcome, Re
       return responder.body(out);
     }
     default:
-      return name_operations_.reply_created(*inode, outcome.handle, responder);
+      return name_operations_.reply_created(*inode, outcome.handle, request, responder);
   }
 }
 

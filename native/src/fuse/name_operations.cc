@@ -70,8 +70,10 @@ bool NameOperations::crosses_to_host(const Request& request) {
 fuse_entry_out NameOperations::entry_of(const Inode& inode) const {
   fuse_entry_out out{};
   out.nodeid = inode.ino();
-  out.entry_valid = entry_validity_.seconds;
-  out.entry_valid_nsec = entry_validity_.nanoseconds;
+  if (!inode.is_registered()) {  // its names go without the kernel's knowledge
+    out.entry_valid = entry_validity_.seconds;
+    out.entry_valid_nsec = entry_validity_.nanoseconds;
+  }
   out.attr.ino = inode.ino();
   fill_attr(inode.attributes(), out.attr);
   attribute_validity_.fill(out.attr.mode, out);
@@ -88,8 +90,13 @@ void NameOperations::reply_open(std::uint64_t fh, std::uint32_t more_flags, Resp
   responder.body(out);
 }
 
-void NameOperations::reply_created(const Inode& inode, std::uint64_t fh, Responder& responder) const {
-  responder.body(Created{entry_of(inode), opened(fh)});
+void NameOperations::reply_created(const Inode& inode, std::uint64_t fh, const Request& request,
+                                   Responder& responder) const {
+  Created out{entry_of(inode), opened(fh)};
+  // gpufs.register() creates files so, which are about to be registered: see entry_of().
+  if ((request.arguments<fuse_create_in>().flags & O_NOATIME) != 0)
+    out.entry.entry_valid = out.entry.entry_valid_nsec = 0;
+  responder.body(out);
 }
 
 fuse_open_out NameOperations::opened(std::uint64_t fh) const {
@@ -132,7 +139,7 @@ void NameOperations::create(const InodePointer& directory, Request& request, Res
   // The kernel remembers that there was no such name. On ESTALE it looks the name up again and opens the file.
   if (made.error() == EEXIST && (in.flags & O_EXCL) == 0) return responder.error(ESTALE);
   if (!made.ok()) return responder.error(made.error());
-  reply_created(*made.value().inode, made.value().handle, responder);
+  reply_created(*made.value().inode, made.value().handle, request, responder);
 }
 
 void NameOperations::mknod(const InodePointer& directory, Request& request, Responder responder) {

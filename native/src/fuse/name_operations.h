@@ -75,7 +75,7 @@ class NameOperations {
 
   void reply_entry(const Inode& inode, Responder& responder) const { responder.body(entry_of(inode)); }
   void reply_open(std::uint64_t fh, std::uint32_t more_flags, Responder& responder) const;
-  void reply_created(const Inode& inode, std::uint64_t fh, Responder& responder) const;
+  void reply_created(const Inode& inode, std::uint64_t fh, const Request& request, Responder& responder) const;
 
  private:
   [[nodiscard]] fuse_entry_out entry_of(const Inode& inode) const;

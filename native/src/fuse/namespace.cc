@@ -186,25 +186,15 @@ Status Namespace::remove(Inode& directory, std::string_view name, bool removes_d
   return {};
 }
 
-std::vector<std::pair<std::uint64_t, std::string>> Namespace::remove_names(Inode& inode) {
-  std::vector<std::pair<std::uint64_t, std::string>> removed;
-  if (inode.is_directory()) return removed;
+void Namespace::remove_names(Inode& inode) {
+  if (inode.is_directory()) return;
   for (;;) {
     NamesWriter writer(mutex_, table_);  // for each: there may be many, and requests wait for it
-    if (inode.names_.names().empty()) return removed;
+    if (inode.names_.names().empty()) return;
     const InodeNames::Name name = inode.names_.names().back();
-    removed.emplace_back(name.directory->ino(), *name.text);
     writer.detach(*name.directory, *name.text);
     writer.settle(inode.shared_from_this());
   }
-}
-
-std::vector<std::pair<std::uint64_t, std::string>> Namespace::names_of(const Inode& inode) const {
-  std::vector<std::pair<std::uint64_t, std::string>> found;
-  if (inode.is_directory()) return found;
-  const std::shared_lock lock(mutex_);
-  for (const InodeNames::Name& name : inode.names_.names()) found.emplace_back(name.directory->ino(), *name.text);
-  return found;
 }
 
 Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std::string_view new_name,

@@ -68,10 +68,8 @@ class Namespace {
 
   // ---- changes by the control plane ----
 
-  // Removes all names of a file, and returns them: the directories and the names that it had there.
-  std::vector<std::pair<std::uint64_t, std::string>> remove_names(Inode& inode);
-  // The same names, which stay.
-  std::vector<std::pair<std::uint64_t, std::string>> names_of(const Inode& inode) const;
+  // Removes all names of a registered file, which the kernel does not cache.
+  void remove_names(Inode& inode);
   // Limits the memory of all that is and will be below a directory; nullopt: no longer. EINVAL for another inode than a
   // directory on a device, EBUSY if a directory above or below has a limit.
   Status limit_directory(std::uint64_t ino, std::optional<std::uint64_t> bytes);

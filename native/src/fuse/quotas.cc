@@ -26,7 +26,7 @@ std::shared_ptr<Account> Quotas::user(std::int32_t device, std::uint32_t uid) {
   if (account == nullptr) {
     const std::string holder = "user " + std::to_string(uid);
     std::shared_ptr<AddressSpace::Share>& share = shares_[uid];
-    if (share == nullptr) share = addresses_->share(holder, is_plain(uid));
+    if (share == nullptr) share = addresses_->share(uid, is_plain(uid));
     account = std::make_shared<Account>(holder + " on " + name_of_(device), default_limit(uid), share);
   }
   return account;

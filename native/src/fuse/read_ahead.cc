@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <linux/mount.h>
-#include <sched.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
@@ -53,13 +52,16 @@ UniqueFd open_inode(int directory, std::uint64_t ino) {
 }  // namespace
 
 Status ReadAhead::start(const std::string& directory, std::uint64_t piece, std::size_t threads) {
-  struct stat found {};
-  if (::stat(directory.c_str(), &found) != 0) return Status::from_errno(errno, directory);
   directory_ = directory;
-  file_system_ = found.st_dev;
   piece_ = piece;
-  UniqueFd root = TRY(open_directory());
-  if (!open_inode(root.get(), FUSE_ROOT_ID).valid()) return Status::from_errno(errno, "opening by a handle");
+  const Status possible = run_apart("gpufs-ahead", [this]() -> Status {
+    struct stat found {};
+    if (::stat(directory_.c_str(), &found) != 0) return Status::from_errno(errno, directory_);
+    file_system_ = found.st_dev;
+    const UniqueFd root = TRY(open_directory());
+    return open_inode(root.get(), FUSE_ROOT_ID).valid() ? Status() : Status::from_errno(errno, "opening by a handle");
+  });
+  if (!possible.ok()) return possible;
   running_ = true;
   for (std::size_t index = 0; index < std::min(threads, kMostThreads); ++index) {
     Result<std::thread> thread = start_thread("gpufs-ahead-" + std::to_string(index), [this, index] { work(index); });
@@ -116,10 +118,8 @@ bool ReadAhead::is_for_writer(std::uint64_t ino) {
 }
 
 void ReadAhead::work(std::size_t index) {
-  // This thread waits for replies of its own process. When the process is killed, its FUSE device must close, which
-  // ends the wait: so the thread has a table of descriptors without that device.
-  if (::unshare(CLONE_FILES) != 0 || ::close_range(STDERR_FILENO + 1, ~0U, 0) != 0) {
-    return log_warning("no reading ahead of mappings: ", std::strerror(errno));
+  if (const Status apart = leave_descriptors(); !apart.ok()) {
+    return log_warning("no reading ahead of mappings: ", apart.message());
   }
   ids_[index] = static_cast<std::uint32_t>(::gettid());
   UniqueFd directory;

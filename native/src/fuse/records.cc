@@ -1,7 +1,6 @@
 #include "fuse/records.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <type_traits>
 
@@ -69,19 +68,17 @@ std::vector<std::pair<std::uint64_t, T>> all(const journal::Journal* journal, Ki
   return found;
 }
 
-// What the calling thread does. An outcome needs no place of its own in the journal once the thread serves another
-// request: by then the reply has been sent.
+// What the calling thread does.
 struct Work {
-  std::uint64_t request = 0;
-  unsigned depth = 0;  // objects of Records::Change that live
+  std::uint64_t request = 0;             // that it serves; 0: none
+  std::optional<std::uint64_t> outcome;  // its record
+  unsigned depth = 0;                    // objects of Records::Change that live
   std::optional<journal::Transaction> change;
   std::vector<std::function<void()>> afterwards;
-  std::uint64_t number = 0;  // the thread's own
 };
 
 Work& work() {
-  static std::atomic<std::uint64_t> last{0};
-  thread_local Work mine{0, 0, std::nullopt, {}, last.fetch_add(1, std::memory_order_relaxed)};
+  thread_local Work mine;
   return mine;
 }
 
@@ -93,7 +90,7 @@ Records::Records(std::shared_ptr<journal::Journal> journal)
   for (const auto& [id, stored] : all<StoredOutcome>(journal_.get(), journal::kOutcome)) {
     before_.insert_or_assign(stored.request & ~kSentAgain, stored.outcome);
     old_outcomes_.push_back(id);
-    first_outcome_ = id + 1;
+    next_outcome_ = id + 1;
   }
 }
 
@@ -168,16 +165,27 @@ void Records::put_init(std::uint64_t offered, std::uint64_t granted) {
 
 // ---- requests ----
 
-Records::Serving::Serving(Records& records, std::uint64_t unique) {
+Records::Serving::Serving(Records& records, std::uint64_t unique) : records_(records) {
   if (records.journal_ != nullptr) work().request = unique;
 }
 
-Records::Serving::~Serving() { work().request = 0; }
+Records::Serving::~Serving() {
+  Work& mine = work();
+  mine.request = 0;
+  if (!mine.outcome) return;
+  const std::lock_guard lock(records_.outcomes_mutex_);
+  records_.free_outcomes_.push_back(*std::exchange(mine.outcome, std::nullopt));
+}
 
 void Records::done(const Outcome& outcome) {
-  const Work& now = work();
+  Work& now = work();
   if (now.request == 0) return;
-  put({journal::kOutcome, first_outcome_ + now.number}, image(StoredOutcome{now.request, outcome}));
+  if (!now.outcome) {
+    const std::lock_guard lock(outcomes_mutex_);
+    now.outcome = free_outcomes_.empty() ? next_outcome_++ : free_outcomes_.back();
+    if (!free_outcomes_.empty()) free_outcomes_.pop_back();
+  }
+  put({journal::kOutcome, *now.outcome}, image(StoredOutcome{now.request, outcome}));
 }
 
 void Records::forget_outcomes() {

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -101,15 +102,20 @@ class Records {
 
   // ---- requests ----
 
-  // The calling thread serves this request until the end of the scope.
+  // The calling thread serves this request until the end of the scope: by then it is answered, or another thread goes
+  // on with it in a scope of its own.
   class Serving {
    public:
     Serving(Records& records, std::uint64_t unique);
     ~Serving();
     Serving(const Serving&) = delete;
     Serving& operator=(const Serving&) = delete;
+
+   private:
+    Records& records_;
   };
-  // Records what the request that the thread serves has done.
+  // Records what the request that the thread serves has done. An outcome has a place in the journal until its scope
+  // ends, so there are as many as threads that serve requests at once.
   void done(const Outcome& outcome);
   // Drops the records of what the last process did, since the kernel has sent all of it again by now.
   void forget_outcomes();
@@ -148,7 +154,10 @@ class Records {
   // Outcomes of the last process, by request; constant.
   std::unordered_map<std::uint64_t, Outcome> before_;
   std::vector<std::uint64_t> old_outcomes_;  // their records
-  std::uint64_t first_outcome_ = 0;          // of this process
+
+  std::mutex outcomes_mutex_;                 // guards all below
+  std::vector<std::uint64_t> free_outcomes_;  // records that another request may overwrite
+  std::uint64_t next_outcome_ = 0;            // all from here on are free, too
 };
 
 }  // namespace gpufs::fuse

@@ -39,9 +39,10 @@ Status AddressSpace::check_bytes_locked(const Share& share, std::uint64_t bytes)
   }
   if (share.used_ <= most && bytes <= most - share.used_) return {};
   return Status(share.plain_ ? EDQUOT : ENOSPC,
-                std::string(share.plain_ ? "Disk quota exceeded: " : "No space left on device: ") + share.holder_ +
-                    " may reserve " + std::to_string(most) + " bytes of device addresses now, has reserved " +
-                    std::to_string(share.used_) + ", and needs " + std::to_string(bytes) +
+                std::string(share.plain_ ? "Disk quota exceeded: user " : "No space left on device: user ") +
+                    std::to_string(share.user_) + " may reserve " + std::to_string(most) +
+                    " bytes of device addresses now, has reserved " + std::to_string(share.used_) + ", and needs " +
+                    std::to_string(bytes) +
                     " more. Sparse files reserve their whole length: remove some, or make them shorter");
 }
 
@@ -54,8 +55,9 @@ Status AddressSpace::check_descriptors_locked(const Share& share, std::uint64_t 
   }
   if (descriptors == 0 || share.descriptors_ + descriptors <= most) return {};
   return Status(share.plain_ ? EDQUOT : ENOSPC,
-                std::string(share.plain_ ? "Disk quota exceeded: " : "No space left on device: ") + share.holder_ +
-                    " has " + std::to_string(share.descriptors_) + " of the " + std::to_string(most) +
+                std::string(share.plain_ ? "Disk quota exceeded: user " : "No space left on device: user ") +
+                    std::to_string(share.user_) + " has " + std::to_string(share.descriptors_) + " of the " +
+                    std::to_string(most) +
                     " descriptors that it may have now. Each file above slab_file_bytes takes one, on a GPU one for "
                     "each piece of "
                     "its memory. Remove some, or mount with a higher hard limit on descriptors (ulimit -Hn)");
@@ -80,7 +82,7 @@ Status AddressSpace::take(Share& share, std::uint64_t bytes, std::uint64_t descr
     share.reported_ = true;
     share.used_at_refusal_ = share.used_;
   }
-  log_warning(refused.message());
+  log_user_warning(share.user_, refused.message());
   return refused;
 }
 

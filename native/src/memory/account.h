@@ -3,6 +3,8 @@
 // Thread-safe. The mutexes are leaves.
 #pragma once
 
+#include <sys/types.h>
+
 #include <array>
 #include <cerrno>
 #include <cstdint>
@@ -46,11 +48,11 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
 
    private:
     friend class AddressSpace;
-    Share(std::shared_ptr<AddressSpace> space, std::string holder, bool plain)
-        : space_(std::move(space)), holder_(std::move(holder)), plain_(plain) {}
+    Share(std::shared_ptr<AddressSpace> space, uid_t user, bool plain)
+        : space_(std::move(space)), user_(user), plain_(plain) {}
 
     const std::shared_ptr<AddressSpace> space_;
-    const std::string holder_;
+    const uid_t user_;
     const bool plain_;
     std::uint64_t used_ = 0;  // guarded by the space's mutex, as are the next three
     std::uint64_t descriptors_ = 0;
@@ -58,9 +60,9 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
     std::uint64_t used_at_refusal_ = 0;
   };
 
-  // holder: what messages call the user. plain: neither root nor the user who mounted.
-  std::shared_ptr<Share> share(std::string holder, bool plain) {
-    return std::shared_ptr<Share>(new Share(shared_from_this(), std::move(holder), plain));
+  // plain: neither root nor the user who mounted.
+  std::shared_ptr<Share> share(uid_t user, bool plain) {
+    return std::shared_ptr<Share>(new Share(shared_from_this(), user, plain));
   }
 
  private:

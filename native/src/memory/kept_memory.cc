@@ -134,6 +134,7 @@ void KeptMemory::send_locked(keeper::Kind kind, std::uint64_t key, int descripto
   }
   if (sent >= 0) return;
   health_ = Status::from_errno(errno, "the keeper does not take descriptors");
+  ::shutdown(keeper_, SHUT_RDWR);  // the control plane sees that, and starts another one
   log_warning("this mount does not survive its daemon at the moment: ", health_.message());
 }
 

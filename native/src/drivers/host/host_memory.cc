@@ -106,6 +106,7 @@ Status HostFile::allocate(std::uint64_t offset, std::uint64_t bytes) {
     return Status::from_errno(error, "taking " + std::to_string(bytes) + " bytes of memory");
   }
   for (std::uint64_t granule = offset; granule < offset + bytes; granule += kHostGranule) own_.insert(granule);
+  if (shared_) release_foreign_locked();
   return {};
 }
 
@@ -130,7 +131,12 @@ void HostFile::share() {
 }
 
 void HostFile::release_foreign() {
-  const std::lock_guard lock(mutex_);
+  // Callers do not wait while the file is being allocated, which takes seconds: allocate() releases it then.
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (lock) release_foreign_locked();
+}
+
+void HostFile::release_foreign_locked() {
   struct stat found = {};
   if (::fstat(fd(), &found) != 0) return;
   if (static_cast<std::uint64_t>(found.st_blocks) * 512 <= own_.size() * kHostGranule) return;

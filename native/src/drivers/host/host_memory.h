@@ -55,12 +55,14 @@ class HostFile : public std::enable_shared_from_this<HostFile> {
 
   // Other programs may write to it from now on.
   void share();
-  // Releases what they have allocated beside the buffer's granules. Any thread.
+  // Releases what they have allocated beside the buffer's granules. Any thread; waits for no allocation.
   void release_foreign();
 
  private:
   HostFile(UniqueFd fd, HostOwners owners, std::uint64_t number, std::uint64_t key)
       : owners_(std::move(owners)), number_(number), fd_(std::move(fd)), key_(key) {}
+
+  void release_foreign_locked();
 
   const HostOwners owners_;
   const std::uint64_t number_;  // 0: not kept

@@ -20,8 +20,11 @@ class SignalRanges {
  public:
   using Handler = void (*)(int number, siginfo_t* info, void* context);
   struct Slot {
-    std::atomic<std::uintptr_t> start{0};  // 0: free, or being changed
-    std::atomic<std::uintptr_t> end{0};
+    // Odd while the range is being changed: start and end belong together if they were read between two equal even
+    // numbers.
+    std::atomic<std::uint32_t> generation{0};
+    std::atomic<std::uintptr_t> start{0};
+    std::atomic<std::uintptr_t> end{0};  // 0: free
     Detail detail{};
   };
   static_assert(std::atomic<std::uintptr_t>::is_always_lock_free);
@@ -45,24 +48,26 @@ class SignalRanges {
     if (free == kSlots) return nullptr;
     Slot& slot = slots_[free];
     fill(slot.detail);
-    slot.end.store(start + bytes, std::memory_order_release);
-    slot.start.store(start, std::memory_order_release);
+    change_locked(slot, start, start + bytes);
     if (free == count) used_.store(count + 1, std::memory_order_release);
     return &slot;
   }
   void remove(Slot& slot) {
     const std::lock_guard lock(mutex_);
-    slot.start.store(0, std::memory_order_release);
-    slot.end.store(0, std::memory_order_release);
+    change_locked(slot, 0, 0);
   }
 
-  // The range with this address; null: none has it.
+  // The range with this address; null: none has it. A range that is being changed is nobody's: what is accessed is in
+  // the table before and until after that.
   Slot* find(std::uintptr_t address) {
     const std::size_t count = used_.load(std::memory_order_acquire);
     for (std::size_t i = 0; i < count; ++i) {
-      const std::uintptr_t start = slots_[i].start.load(std::memory_order_acquire);
-      if (start == 0 || address < start || address >= slots_[i].end.load(std::memory_order_acquire)) continue;
-      return &slots_[i];
+      Slot& slot = slots_[i];
+      const std::uint32_t generation = slot.generation.load(std::memory_order_acquire);
+      const std::uintptr_t start = slot.start.load(std::memory_order_acquire);
+      const std::uintptr_t end = slot.end.load(std::memory_order_acquire);
+      if (address < start || address >= end || generation % 2 != 0) continue;
+      if (slot.generation.load(std::memory_order_relaxed) == generation) return &slot;
     }
     return nullptr;
   }
@@ -78,6 +83,15 @@ class SignalRanges {
   void step_aside(int number) const { ::sigaction(number, &before_, nullptr); }
 
  private:
+  // Each store releases the one before, so find() sees the odd number if it sees what follows.
+  static void change_locked(Slot& slot, std::uintptr_t start, std::uintptr_t end) {
+    const std::uint32_t generation = slot.generation.load(std::memory_order_relaxed);
+    slot.generation.store(generation + 1, std::memory_order_relaxed);
+    slot.start.store(start, std::memory_order_release);
+    slot.end.store(end, std::memory_order_release);
+    slot.generation.store(generation + 2, std::memory_order_release);
+  }
+
   struct sigaction before_ = {};  // set before the handler is installed
   std::array<Slot, kSlots> slots_;
   std::atomic<std::size_t> used_{0};  // no slot from here on was ever taken
