@@ -83,17 +83,12 @@ class Targets:
         socket. OSError or CallError if that fails; then nothing more is bound than before.
         """
         with self._parent(target) as (parent, name):
-            place = f"{path_of(parent)}/{name}"
-            over, run = self.over(target), f"{self.path_of(target)}/{RUN}"
-            if len(over) > sum(entry.mountpoint == run for entry in mounting.listed()):
-                # A plug-in that was killed has not completed the last one, so no container has got it.
-                syscalls.umount2(os.fsencode(place), _DETACH)
-            if not over:
+            if not self.over(target):
                 with suppress(FileNotFoundError):
                     os.rmdir(name, dir_fd=parent)
                 os.mkdir(name, 0o750, dir_fd=parent)
             with closed_after(os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)) as end:
-                syscalls.bind_read_only(model, end)
+                is_new = _bind(model, end)
             try:
                 with closed_after(os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)) as shown:
                     for source, below in ((os.path.join(mount.mountpoint, SOCKET), SOCKET), (sockets, RUN)):
@@ -101,9 +96,10 @@ class Targets:
                             closed_after(os.open(source, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as file,
                             closed_after(syscalls.open_beneath(shown, below.encode(), os.O_PATH)) as end,
                         ):
-                            syscalls.bind_read_only(file, end)
+                            _bind(file, end)
             except BaseException:
-                syscalls.umount2(os.fsencode(place), _DETACH)
+                if is_new:
+                    syscalls.umount2(os.fsencode(f"{path_of(parent)}/{name}"), _DETACH)
                 raise
 
     def over(self, target: str) -> list[MountEntry]:
@@ -129,6 +125,14 @@ class Targets:
         except OSError as error:
             if error.errno not in _NOT_THERE:
                 raise
+
+
+def _bind(source: int, end: int) -> bool:
+    """Show an open file or directory at another one. Return False if a plug-in that was killed has done it before."""
+    if syscalls.identity(source) == syscalls.identity(end):
+        return False
+    syscalls.bind_read_only(source, end)
+    return True
 
 
 def is_bound(place: str, mount: MountEntry, paths: Iterable[str], entries: Iterable[MountEntry]) -> bool:
