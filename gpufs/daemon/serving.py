@@ -124,6 +124,10 @@ class Serving:
 
     def obstacle(self) -> str | None:
         """Return the reason why the mount does not survive this daemon; None if it does."""
+        instructed = None if self._instructed else "its keeper does not know yet what to start"
+        return self._obstacle_to_instructions() or instructed
+
+    def _obstacle_to_instructions(self) -> str | None:
         if self.first_obstacle is not None:
             return self.first_obstacle
         if self._ending:
@@ -155,13 +159,18 @@ class Serving:
         assert self.keeper is not None
         if not self.answered:
             return
-        survives = self.obstacle() is None
-        if survives != self._instructed:
-            await threads.run(functools.partial(takeover.instruct, self.keeper, self.request, self.entry, survives))
-            self._instructed = survives
+        await self._instruct_keeper()
+        survives = self._instructed
         if survives and trio.current_time() > self._contexts_stay_until and (failed := self._failed_devices()):
             self._contexts_stay_until = trio.current_time() + _CONTEXT_PAUSE
             await self._replace_contexts(failed)
+
+    async def _instruct_keeper(self) -> None:
+        assert self.keeper is not None
+        survives = self._obstacle_to_instructions() is None
+        if survives != self._instructed:
+            await threads.run(functools.partial(takeover.instruct, self.keeper, self.request, self.entry, survives))
+            self._instructed = survives
 
     def _failed_devices(self) -> str:
         failed = []
@@ -313,6 +322,7 @@ class Serving:
         await self.keeper.replace()
         if self.first_obstacle is None:
             await threads.run(self.mount.hold_again)
+            await self._instruct_keeper()
 
     async def _publish_statistics(self) -> None:
         """Write the gauges to the counters' file."""

@@ -182,11 +182,13 @@ def held(directory: Path) -> Iterator[None]:
     with HangingMount(1 << 20) as hanging:
         before = hanging.waiting()
         with subprocess.Popen([sys.executable, "-c", _HOLD, hanging.file, directory]) as program:
-            while hanging.waiting() == before:
-                time.sleep(0.01)
-            yield
-            hanging.release()
-            program.kill()
+            try:
+                while hanging.waiting() == before:
+                    time.sleep(0.01)
+                yield
+            finally:
+                hanging.release()
+                program.kill()
 
 
 if __name__ == "__main__":
