@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from support.cli import fails_here, gpufs_here, user_gpufs
 from support.cli import gpufs as gpufs_command
 from support.data import KIB, MIB, contents, noise
@@ -179,7 +179,7 @@ def test_a_file_that_a_program_writes_in_memory_is_copied(root: Path, writes: st
     (root / "source/model").write_bytes(noise(3 * MIB))
     assert sync(root / "source", root / "copy")[0] == 1
     with gpufs.attach(root / writes / "model", "r+") as array:
-        np.from_dlpack(array)[:3] = list(b"new")
+        array.torch()[:3].copy_(torch.tensor(list(b"new"), dtype=torch.uint8))
         assert sync(root / "source", root / "copy")[0] == 1
         assert (root / "source/model").read_bytes() == (root / "copy/model").read_bytes()
 
@@ -200,7 +200,7 @@ def test_a_model_in_use_is_replaced(root: Path, host: Path) -> None:
         assert "gpufs sync" in text
         assert "gpufs replace" in text
         assert sync(host / "source", root / "copy")[0] == 1
-        assert np.from_dlpack(array).tobytes() == noise(3 * MIB)
+        assert array.tobytes() == noise(3 * MIB)
     assert (root / "copy/model").read_bytes() == noise(3 * MIB)[::-1]
 
 
