@@ -35,7 +35,7 @@ def test_top_draws_at_once_and_restores_the_terminal(shared_mount: GpufsMount, s
         for name in ("COLUMNS", "LINES"):
             environment.pop(name, None)
         process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
-        _read_until(master, str(shared_mount.device)[:19].encode())
+        _read_until(master, b"DEVICE")
         assert termios.tcgetattr(terminal) != before
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
         process.send_signal(signal.SIGWINCH)
