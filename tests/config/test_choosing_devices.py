@@ -99,7 +99,7 @@ def test_host_memory_is_never_taken_in_place_of_a_gpu(mountpoint: Path, tmp_path
     done = gpufs("mount", mountpoint, "--memory", "64M", "--devices", "2", env=none)
     gpufs("umount", mountpoint)
     assert "host memory" in done.stderr
-    assert "0.1 GiB on each of 2" in done.stderr
+    assert "64.0 MiB on each of 2" in done.stderr
     done = gpufs("mount", mountpoint, *HOST, env=none)
     gpufs("umount", mountpoint)
     assert done.stderr == ""
