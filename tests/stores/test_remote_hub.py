@@ -14,7 +14,6 @@ from support.data import assert_same, left, noise
 from support.processes import run
 from support.stores import PART, Model, WebServer, is_partition, web_server
 
-
 WEIGHTS = noise(2 * PART + 5)
 FILES = {"config.json": b"{}", "weights.safetensors": WEIGHTS, "deep/a b.txt": b"text"}
 
