@@ -8,9 +8,8 @@ import signal
 import struct
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from errno import EACCES, EBUSY, ENOENT, EPERM
 from typing import IO, Any, Final
 
@@ -90,11 +89,11 @@ def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> N
                 _convert(recorded, sink, {"version": __version__})
         return
     entry = _mounts.find(mountpoint)
-    interrupted = threading.Event()
+    asked: list[int] = []  # the signals that have come; a handler could wait for ever for the lock of an Event
     # Also where whoever started it had SIGINT ignored, as shells do for what runs in the background. nohup is heeded.
     hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     for number in (signal.SIGINT, signal.SIGTERM, *hangup):
-        signal.signal(number, lambda *_: interrupted.set())
+        signal.signal(number, lambda arrived, _: asked.append(arrived))
     try:
         source = os.open(os.path.join(entry.mountpoint, _FILE), os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -102,7 +101,7 @@ def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> N
     try:
         # Converting to JSON takes longer than recording, so it is done afterwards.
         with tempfile.TemporaryFile(buffering=0) as records, _opened(output) as sink:
-            ended = _record(source, records, duration, interrupted)
+            ended = _record(source, records, duration, asked)
             records.seek(0)
             _convert(records, sink, {"version": __version__, "mountpoint": entry.mountpoint})
     finally:
@@ -157,12 +156,12 @@ def _refused(mountpoint: str, error: OSError) -> Failure:
     return Failure(f"{mountpoint}: {reasons.get(error.errno or 0, error.strerror)}")
 
 
-def _record(source: int, records: IO[bytes], duration: float | None, interrupted: threading.Event) -> OSError | None:
+def _record(source: int, records: IO[bytes], duration: float | None, asked: Sequence[int]) -> OSError | None:
     """Record until the time is over or the user interrupts; return the error if the mount ended first."""
     end = math.inf if duration is None else time.monotonic() + duration
     last_reads = _LAST_READS
     while last_reads > 0:
-        over = interrupted.is_set() or time.monotonic() >= end
+        over = bool(asked) or time.monotonic() >= end
         try:
             data = os.read(source, _READ_BYTES)
         except OSError as error:
@@ -171,7 +170,7 @@ def _record(source: int, records: IO[bytes], duration: float | None, interrupted
         if over:
             last_reads = last_reads - 1 if data else 0
         elif not data:
-            interrupted.wait(max(0.0, min(_PAUSE, end - time.monotonic())))
+            time.sleep(max(0.0, min(_PAUSE, end - time.monotonic())))
     return None
 
 

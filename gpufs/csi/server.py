@@ -391,10 +391,10 @@ def _handlers(plugin: Plugin) -> Iterator[grpc.GenericRpcHandler]:
 
 def serve(options: Options, ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT. ``ready``: called when the socket answers. OSError if it cannot start."""
-    stopped = threading.Event()
+    asked: list[int] = []  # the signals that have come; a handler could wait for ever for the lock of an Event
     plugin = Plugin(options)
     for number in (signal.SIGTERM, signal.SIGINT):  # before, there is nothing to end
-        signal.signal(number, lambda *_: stopped.set())
+        signal.signal(number, lambda arrived, _: asked.append(arrived))
     if options.metrics is not None:
         address, port = options.metrics
         try:
@@ -414,9 +414,11 @@ def serve(options: Options, ready: Callable[[], None]) -> None:
     server.start()
     os.umask(0o022)
     ready()
+    stopped = threading.Event()
     rounds = threading.Thread(target=plugin.run, args=(stopped,), daemon=True)
     rounds.start()
-    while not stopped.wait(_SIGNAL_SECONDS):
-        pass
+    while not asked:
+        time.sleep(_SIGNAL_SECONDS)
+    stopped.set()
     server.stop(_GRACE).wait(2 * _GRACE)  # a call may wait for a mount that does not answer
     plugin.close()

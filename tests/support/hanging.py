@@ -36,7 +36,7 @@ def _attributes(node: int, size: int) -> bytes:
 
 def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: Iterable[int]) -> None:
     """Answers requests for one file of zeros; READ from offset `good` on and the `hanging` operations not before
-    something comes on standard input.
+    something comes on standard input. A byte goes to standard output for each of these that has come.
 
     failure: READ from `good` on fails with this errno instead. delay: seconds that each READ takes. What is written is
     forgotten.
@@ -45,13 +45,17 @@ def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: It
     hang = set(hanging)
     kept: list[bytes] = []
 
+    def keep(request: bytes) -> None:
+        kept.append(request)
+        os.write(sys.stdout.fileno(), b".")
+
     def answer_to(request: bytes) -> None:
         _, operation, unique, node = struct.unpack_from("=IIQQ", request)
         body = request[40:]
         if operation in _NO_REPLY:
             return
         if operation in hang and operation != _READ:
-            kept.append(request)
+            keep(request)
             return
         error, answer = 0, b""
         if operation == _INIT:
@@ -70,7 +74,7 @@ def serve(fd: int, size: int, good: int, failure: int, delay: float, hanging: It
             if offset + count > good and failure:
                 error = -failure
             elif offset + count > good and _READ in hang:
-                kept.append(request)
+                keep(request)
                 return
             else:
                 time.sleep(delay)
@@ -133,9 +137,11 @@ class HangingMount:
                 [sys.executable, __file__, str(fd), str(size), str(good), str(failure), str(delay), *numbers],
                 pass_fds=(fd,),
                 stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
         finally:
             os.close(fd)
+        self._hanging = 0
         self.file = self.path / "file"
 
     def resume(self) -> None:
@@ -149,12 +155,22 @@ class HangingMount:
         number = os.minor(os.stat(self.path).st_dev)
         return int(Path(f"/sys/fs/fuse/connections/{number}/waiting").read_text())
 
+    def hanging(self) -> int:
+        """Requests that the server has got and does not answer: a signal to who sent them does not end these."""
+        came = self._server.stdout
+        assert came is not None
+        while select.select([came], [], [], 0)[0] and (more := os.read(came.fileno(), 4096)):
+            self._hanging += len(more)
+        return self._hanging
+
     def release(self) -> None:
         if self._server.poll() is None:
             self._server.send_signal(signal.SIGKILL)
         self._server.wait(60)
         assert self._server.stdin is not None
+        assert self._server.stdout is not None
         self._server.stdin.close()
+        self._server.stdout.close()
 
     def __enter__(self) -> HangingMount:
         return self
@@ -180,10 +196,9 @@ libc.getdents64(directory, ctypes.c_void_p(address), ctypes.c_size_t(1 << 16))
 def held(directory: Path) -> Iterator[None]:
     """A program holds the kernel's lock of a directory, as any user can who may list it."""
     with HangingMount(1 << 20) as hanging:
-        before = hanging.waiting()
         with subprocess.Popen([sys.executable, "-c", _HOLD, hanging.file, directory]) as program:
             try:
-                while hanging.waiting() == before:
+                while not hanging.hanging():
                     time.sleep(0.01)
                 yield
             finally:

@@ -459,7 +459,7 @@ def test_a_daemon_that_cannot_end_is_replaced(daemons: Daemons, waits: str) -> N
             f"def wait(): os.fsync(os.open({str(hanging.file)!r}, os.O_RDONLY))\n"
             f"start(os.environ['NAME']); command(RESTART, {SUCCESSOR!r}); send(HOLD, [1], [memfd(b'one')])\n{last}"
         )
-        wait_until(hanging.waiting, PATIENCE, "the thread to wait")
+        wait_until(hanging.hanging, PATIENCE, "the thread to wait")
         time.sleep(2)
         assert daemons.reports() == []
         daemon.kill()

@@ -347,7 +347,7 @@ def test_daemon_that_cannot_end(tmp_path: Path, survives: bool) -> None:
         former = mount.pid
         words = [*GPUFS, "cp", str(hanging.file), str(mount.device / "copy")]
         with subprocess.Popen(words, stderr=subprocess.DEVNULL) as copying:
-            wait_until(hanging.waiting, PATIENCE, "the copy")
+            wait_until(hanging.hanging, PATIENCE, "the copy")
             os.kill(former, signal.SIGKILL)
             if survives:
                 mount.await_another(former)
