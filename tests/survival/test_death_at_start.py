@@ -1,0 +1,61 @@
+"""The daemon is killed while `gpufs mount` starts it: there is a mount that works, or none and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from support.cli import gpufs
+from support.data import MIB
+from support.mounting import GPUFS
+from support.processes import PATIENCE, wait_until
+from support.watchdog import mounted_at
+
+_ROUNDS = 12
+
+
+def processes_of(path: Path) -> dict[int, str]:
+    """The processes whose command names the path: daemon, keeper and guard, and the command itself."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if os.fsencode(path) in words:
+                found[int(folder.name)] = words[0].decode() + " " + b" ".join(words[1:3]).decode()
+    return found
+
+
+def daemon_of(path: Path) -> int:
+    return next((pid for pid, words in processes_of(path).items() if "gpufs.daemon" in words), 0)
+
+
+def test_a_death_while_it_is_mounted(tmp_path: Path) -> None:
+    chance = random.Random(time.time_ns())
+    for number in range(_ROUNDS):
+        path = tmp_path / f"mount{number}"
+        path.mkdir()
+        words = ["mount", str(path), "--driver", "host", "--memory", "64M", "--devices", "1"]
+        with subprocess.Popen(
+            [*GPUFS, *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as command:
+            try:
+                daemon = wait_until(lambda: daemon_of(path) or command.poll() is not None, PATIENCE, "the daemon")  # noqa: B023
+                time.sleep(chance.uniform(0, 0.5))
+                with suppress(ProcessLookupError):
+                    os.kill(daemon, signal.SIGKILL)
+                _, said = command.communicate(timeout=PATIENCE)
+                if command.returncode == 0:
+                    (path / "gpu0/file").write_bytes(bytes(MIB))
+                    assert (path / "gpu0/file").read_bytes() == bytes(MIB)
+                else:
+                    assert said.strip()
+                    assert not mounted_at(str(path)), said
+            finally:
+                command.kill()
+                gpufs("umount", "--force", path, check=False)
+        wait_until(lambda: not processes_of(path), PATIENCE, "the mount's processes to end")  # noqa: B023
