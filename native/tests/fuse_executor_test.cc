@@ -39,6 +39,26 @@ TEST(ExecutorTest, JobsOnOneSubjectDoNotFillTheirLane) {
   door.open();
 }
 
+TEST(ExecutorTest, JobsOfOneUserDoNotFillTheirLane) {
+  Door door, first;
+  Executor executor(Executor::Limits{.buffers = 8});
+  std::atomic<int> of_others{0};
+  const auto wait = [&](int, Cancellation&) { door.pass(); };
+  executor.submit(kFirst, nullptr, {1, 0, 1000}, [&](int, Cancellation&) { first.pass(); });
+  ASSERT_TRUE(first.await(1));
+  for (std::uint64_t i = 2; i <= 20; ++i) executor.submit(kFirst, nullptr, {i, 0, 1000}, wait);
+  ASSERT_TRUE(door.await(5));
+  for (std::uint64_t i = 21; i <= 40; ++i) executor.submit(kFirst, nullptr, {i, 0, 1001}, wait);
+  ASSERT_TRUE(door.await(7));  // the lane is full
+  for (std::uint32_t user = 1002; user < 1006; ++user) {
+    executor.submit(kFirst, nullptr, {user, 0, user}, [&](int, Cancellation&) { ++of_others; });
+  }
+  EXPECT_EQ(of_others, 0);
+  first.open();
+  EXPECT_TRUE(soon([&] { return of_others == 4; }));
+  door.open();
+}
+
 TEST(ExecutorTest, AJobThatIsCancelledWhileItRunsIsNotParked) {
   Door door;
   Executor executor(Executor::Limits{});

@@ -45,6 +45,14 @@ std::size_t subject_limit_of(const Executor::Lane& lane, const Executor::Limits&
   return lane.kind == Executor::Lane::Kind::kNotifications ? 1 : limits.same_subject;
 }
 
+// The jobs of one user leave a quarter of a lane to others.
+std::size_t user_limit_of(const Executor::Lane& lane, const Executor::Limits& limits) {
+  using Kind = Executor::Lane::Kind;
+  const std::size_t limit = limit_of(lane, limits);
+  const bool shared = lane.kind == Kind::kBuffers || lane.kind == Kind::kFiles || lane.kind == Kind::kCopies;
+  return shared ? limit - limit / 4 : limit;
+}
+
 // So many threads stay, so that the system's refusal of further threads delays jobs but does not stop them.
 constexpr std::size_t kPermanentThreads = 2;
 
@@ -221,11 +229,13 @@ Executor::JobCounts Executor::counts() const {
 
 void Executor::Load::add(const QueuedJob& entry) {
   ++lanes[entry.lane];
+  ++users[{entry.lane, entry.id.user}];
   if (entry.subject != nullptr) ++subjects[{entry.lane, entry.subject}];
 }
 
 void Executor::Load::remove(const QueuedJob& entry) {
   if (const auto lane = lanes.find(entry.lane); --lane->second == 0) lanes.erase(lane);
+  if (const auto user = users.find({entry.lane, entry.id.user}); --user->second == 0) users.erase(user);
   if (entry.subject == nullptr) return;
   if (const auto subject = subjects.find({entry.lane, entry.subject}); --subject->second == 0) subjects.erase(subject);
 }
@@ -233,9 +243,14 @@ void Executor::Load::remove(const QueuedJob& entry) {
 bool Executor::Load::admits(const QueuedJob& entry, const Limits& limits) const {
   const auto lane = lanes.find(entry.lane);
   if (lane == lanes.end()) return true;
-  if (lane->second >= limit_of(entry.lane, limits)) return false;
+  if (lane->second >= limit_of(entry.lane, limits) || of_user(entry) >= user_limit_of(entry.lane, limits)) return false;
   const auto subject = subjects.find({entry.lane, entry.subject});
   return subject == subjects.end() || subject->second < subject_limit_of(entry.lane, limits);
+}
+
+std::size_t Executor::Load::of_user(const QueuedJob& entry) const {
+  const auto user = users.find({entry.lane, entry.id.user});
+  return user == users.end() ? 0 : user->second;
 }
 
 std::size_t Executor::State::count_ready(std::size_t most) const {
@@ -263,6 +278,16 @@ bool Executor::State::leaves_a_thread(const QueuedJob& entry) const {
   return !may_hang(entry) || static_cast<std::size_t>(std::ranges::count_if(active, may_hang)) + 1 < threads;
 }
 
+Executor::QueuedJobs::iterator Executor::State::first_ready() {
+  auto first = queue.end();
+  for (auto entry = queue.begin(); entry != queue.end(); ++entry) {
+    if (!load.admits(*entry, limits) || !leaves_a_thread(*entry)) continue;
+    if (first == queue.end() || load.of_user(*entry) < load.of_user(*first)) first = entry;
+    if (load.of_user(*first) == 0) break;
+  }
+  return first;
+}
+
 Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex>& lock) {
   const TimePoint idle_end = Clock::now() + kIdle;
   for (;;) {
@@ -273,8 +298,7 @@ Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex
       queue.splice(queue.end(), parked, first);  // the end of a job of its lane makes space for it
       continue;
     }
-    const auto ready = std::ranges::find_if(
-        queue, [this](const QueuedJob& entry) { return load.admits(entry, limits) && leaves_a_thread(entry); });
+    const auto ready = first_ready();
     if (ready != queue.end()) return activate(queue, ready);
     // While something is parked one thread stays to watch the time.
     const bool needed = threads <= kPermanentThreads || (!parked.empty() && idle == 0);

@@ -3,8 +3,9 @@
 // Thread-safe, except start() and stop(), which the Mount calls.
 //
 // Jobs compete in lanes: each lane has its own limit and never waits for another one. Jobs of a lane on the same
-// subject (an inode) have a smaller limit, so one that makes no progress does not fill its lane. Files of the host have
-// none: one that hangs can fill the lane of its file system. A job that finds the device full holds no thread: it is
+// subject (an inode) have a smaller limit, so one that makes no progress does not fill its lane, and so have jobs of one
+// user; of those that wait the user's with the fewest that run comes first. Files of the host have no subject: one that
+// hangs can fill its user's part of the lane of its file system. A job that finds the device full holds no thread: it is
 // parked until memory is released (device/releases.h) or its time is over. There are as many threads as jobs may run
 // side by side, and one more, however many are queued.
 #pragma once
@@ -81,11 +82,13 @@ class Executor {
   // Starts the threads that stay: jobs wait for them if the system refuses further ones.
   Status start();
 
-  // What a job is found by, or 0.
+  // What a job is found by, or 0, and for whom it is.
   struct Id {
-    Id(std::uint64_t id, std::uint32_t for_client = 0) : number(id), client(for_client) {}
+    Id(std::uint64_t id, std::uint32_t for_client = 0, std::uint32_t for_user = 0)
+        : number(id), client(for_client), user(for_user) {}
     std::uint64_t number;
     std::uint32_t client;  // see client_of()
+    std::uint32_t user;
   };
   // subject: null, or the file that the job is about. False after stop(): the job has run with EINTR.
   template <typename Body>
@@ -146,14 +149,16 @@ class Executor {
   };
   using QueuedJobs = std::list<QueuedJob>;
 
-  // How many jobs run, or would: in each lane, and of these on each subject.
+  // How many jobs run, or would: in each lane, and of these on each subject and for each user.
   struct Load {
     std::map<Lane, std::size_t> lanes;
     std::map<std::pair<Lane, const void*>, std::size_t> subjects;
+    std::map<std::pair<Lane, std::uint32_t>, std::size_t> users;
 
     void add(const QueuedJob& entry);
     void remove(const QueuedJob& entry);
     [[nodiscard]] bool admits(const QueuedJob& entry, const Limits& limits) const;
+    [[nodiscard]] std::size_t of_user(const QueuedJob& entry) const;
   };
 
   // State that the threads use.
@@ -182,6 +187,8 @@ class Executor {
     [[nodiscard]] bool leaves_a_thread(const QueuedJob& entry) const;
     // Moves a job to `active`.
     QueuedJobs::iterator activate(QueuedJobs& from, QueuedJobs::iterator entry);
+    // The queued job that starts next; the end if none can.
+    [[nodiscard]] QueuedJobs::iterator first_ready();
     // Moves the next job to `active` and returns it; the end of `active` if the thread has to end.
     QueuedJobs::iterator next(std::unique_lock<std::mutex>& lock);
     void park(QueuedJobs::iterator entry, TimePoint time);

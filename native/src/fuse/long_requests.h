@@ -61,7 +61,7 @@ class LongRequests {
     const std::uint32_t opcode = responder.opcode();
     const bool to_the_end = opcode == FUSE_READ || opcode == FUSE_WRITE || opcode == FUSE_SETATTR;
     const std::uint32_t client = to_the_end ? responder.client() : 0;
-    executor_.submit(lane, subject, {unique, client},
+    executor_.submit(lane, subject, {unique, client, responder.user()},
                      [this, unique, reply = std::move(responder), body = std::move(body)](
                          int refusal, Cancellation& cancellation) mutable -> std::optional<Executor::TimePoint> {
                        const Records::Serving serving(records_, unique);

@@ -309,7 +309,7 @@ void Mount::handle(Request& request) {
   if (handler != nullptr && handler->resent == Resent::kNever) {
     return (this->*std::get<void (Mount::*)(const Request&)>(handler->serve))(request);
   }
-  Responder responder(transport_, unique, request.header.opcode, request.header.pid);
+  Responder responder(transport_, unique, request.header.opcode, request.header.pid, request.header.uid);
   if (handler == nullptr) return relay_.forward(request, std::move(responder));
   if (handler->resent == Resent::kRepeat) return serve(*handler, request, std::move(responder));
   if (const std::optional<Outcome> outcome = records_.outcome_of(unique)) {

@@ -21,7 +21,8 @@ Responder::Responder(Responder&& other) noexcept
     : transport_(std::exchange(other.transport_, nullptr)),
       unique_(other.unique_),
       opcode_(other.opcode_),
-      client_(other.client_) {}
+      client_(other.client_),
+      user_(other.user_) {}
 
 Responder& Responder::operator=(Responder&& other) noexcept {
   if (this != &other) {
@@ -30,6 +31,7 @@ Responder& Responder::operator=(Responder&& other) noexcept {
     unique_ = other.unique_;
     opcode_ = other.opcode_;
     client_ = other.client_;
+    user_ = other.user_;
   }
   return *this;
 }

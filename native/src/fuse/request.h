@@ -45,9 +45,10 @@ class Responder {
   static constexpr std::size_t kMaximumPieces = 1000;
 
   Responder() = default;
-  // client: the thread that waits for the reply; 0: unknown.
-  Responder(Transport& transport, std::uint64_t unique, std::uint32_t opcode, std::uint32_t client = 0)
-      : transport_(&transport), unique_(unique), opcode_(opcode), client_(client) {}
+  // client: the thread that waits for the reply; 0: unknown. user: in whose name it asks.
+  Responder(Transport& transport, std::uint64_t unique, std::uint32_t opcode, std::uint32_t client = 0,
+            std::uint32_t user = 0)
+      : transport_(&transport), unique_(unique), opcode_(opcode), client_(client), user_(user) {}
   Responder(Responder&& other) noexcept;
   Responder& operator=(Responder&& other) noexcept;
   ~Responder();
@@ -55,6 +56,7 @@ class Responder {
   [[nodiscard]] std::uint64_t unique() const { return unique_; }
   [[nodiscard]] std::uint32_t opcode() const { return opcode_; }
   [[nodiscard]] std::uint32_t client() const { return client_; }
+  [[nodiscard]] std::uint32_t user() const { return user_; }
   [[nodiscard]] bool pending() const { return transport_ != nullptr; }
 
   void ok() { deliver(0, {}); }
@@ -77,6 +79,7 @@ class Responder {
   std::uint64_t unique_ = 0;
   std::uint32_t opcode_ = 0;
   std::uint32_t client_ = 0;
+  std::uint32_t user_ = 0;
 };
 
 }  // namespace gpufs::fuse
