@@ -274,11 +274,11 @@ def test_no_store_is_lost_to_a_file_that_sleeps_while_others_take_its_memory(pla
             _daemons.park([os.fspath(file)], 0)
             fallocate(filler.fileno(), 0, 0, DEVICE - 2 * MIB)
             area.flush()
-        for at in (5 * MIB, SIZE + 3 * MIB):
+        expected += bytes(7)
+        for at in (5 * MIB, SIZE + 3 * MIB, len(expected) - 7):
             assert os.pwrite(opened.fileno(), b"written", at) == 7
             expected[at : at + 7] = b"written"
         assert parked(file)
-        assert errno_of(os.pwrite, opened.fileno(), b"written", len(expected)) == ENOSPC
         place.kill()
         assert_same(file.read_bytes(), bytes(expected))
     other.unlink()
@@ -446,6 +446,43 @@ def test_each_call_on_a_file_that_sleeps_does_what_it_does_on_others(place: Surv
     finally:
         os.close(fd)
     os.chown(file, NOBODY, NOBODY)
+
+
+def test_a_parked_file_changes_where_it_is_on_a_full_device(place: Survivor, file: Path) -> None:
+    """Cutting, punching and allocating failed with ENOSPC there. Another daemon finds what was changed."""
+    command("sleep", file)
+    filler = place.device / "filler"
+    filler.write_bytes(bytes(DEVICE - MIB))
+    content = bytearray(noise(SIZE))
+    fd = os.open(file, os.O_RDWR)
+    try:
+        os.ftruncate(fd, SIZE - 3 * MIB)
+        os.ftruncate(fd, SIZE - MIB)
+        content[SIZE - 3 * MIB :] = bytes(2 * MIB)
+        fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 0, 4 * MIB)
+        content[: 4 * MIB] = bytes(4 * MIB)
+        assert os.pread(fd, 2 * SIZE, 0) == content
+        before = os.fstat(fd).st_blocks
+        fallocate(fd, 0, 0, SIZE + MIB)
+        content += bytes(2 * MIB)
+        assert os.fstat(fd).st_blocks > before
+        assert os.pwrite(fd, b"written", len(content) - 3) == 7
+        content[-3:] = b"written"
+        assert parked(file)
+        place.kill()
+        assert os.pread(fd, 2 * SIZE, 0) == content
+        fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, 0, 2 * SIZE)
+        content = bytearray(len(content))
+        assert (os.fstat(fd).st_blocks, parked(file)) == (0, False)
+        assert os.pread(fd, 2 * SIZE, 0) == content
+        with pytest.raises(OSError, match="No space"):
+            os.pwrite(fd, bytes(2 * MIB), 0)
+        filler.unlink()
+        assert os.pwrite(fd, b"x", 0) == 1
+        place.kill()
+        assert os.pread(fd, 2 * SIZE, 0) == b"x" + content[1:]
+    finally:
+        os.close(fd)
 
 
 def test_a_parked_file_is_copied_to_disk_from_where_it_is(place: Survivor, file: Path, tmp_path: Path) -> None:

@@ -279,7 +279,12 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
   {
     WritePin held;
     status = acquire_write(offset, end, &held, {.speculative = true, .wait = wait});
-    if (lacks_memory(status.error()) && write_parked(offset, source)) return source.size();
+    if (lacks_memory(status.error())) {
+      const std::lock_guard mutation(mutation_mutex_);
+      if (parked_ == nullptr) return status;
+      TRY(change_parked([&](ExtentBuffer& there) { return there.write(offset, source, wait).status(); }));
+      return source.size();
+    }
     if (!status.ok()) return status;
     status = context_->device().copy_in(held.address(), source.data(), source.size());
     if (status.ok()) {

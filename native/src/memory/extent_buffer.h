@@ -356,9 +356,11 @@ class ExtentBuffer : public Buffer {
   // An empty buffer that is about to become a copy begins where its source does.
   void take_placement(const Buffer& source);
 
-  // ---- extent_buffer_park.cc. All need mutation_mutex_, except write_parked(). ----
-  // Writes where the contents are parked, if they are and the file has these bytes already. False: nothing is written.
-  bool write_parked(std::uint64_t offset, std::span<const std::byte> source);
+  // ---- extent_buffer_park.cc. All need mutation_mutex_. ----
+  // Changes contents where they are parked. Without memory there they are parked no more.
+  Status change_parked(const std::function<Status(ExtentBuffer&)>& change);
+  // Once, before anybody changes them there.
+  void watch_parked();
   // The contents are on the device when this returns OK. What takes or releases memory calls it first.
   Status unpark(Wait wait);
   // Of a new buffer that nobody else has; it takes the mutex itself.

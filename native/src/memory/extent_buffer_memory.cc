@@ -342,7 +342,7 @@ Status ExtentBuffer::allocate_range(std::uint64_t offset, std::uint64_t bytes, b
   std::uint64_t end = 0;
   if (bytes == 0) return Status(EINVAL, "allocating nothing");
   TRY(check_end(offset, bytes, &end));
-  return retry_when_full(offset, end, [&] {
+  Status status = retry_when_full(offset, end, [&] {
     const std::lock_guard mutation(mutation_mutex_);
     TRY(unpark(Wait::kAllowed));
     const Extent range = placed(offset, end);
@@ -356,6 +356,9 @@ Status ExtentBuffer::allocate_range(std::uint64_t offset, std::uint64_t bytes, b
     if (!keep_size) publish(end);
     return allocated;
   });
+  const std::lock_guard mutation(mutation_mutex_);
+  if (!lacks_memory(status.error()) || parked_ == nullptr) return status;
+  return change_parked([&](ExtentBuffer& there) { return there.allocate_range(offset, bytes, keep_size, zeroes); });
 }
 
 Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
@@ -458,22 +461,11 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
 
 Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
   if (size > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
-  if (size != 0 && parked() != nullptr) {
-    TRY(bring_back(wait));
-  }
   const std::unique_lock mutation = lock_mutation(wait);
   if (!mutation) return would_wait();
-  if (parked_ != nullptr && size == 0) {
-    {
-      const std::lock_guard lock(state_mutex_);
-      ++shrinks_;
-      size_.store(0, std::memory_order_release);
-    }
-    forget_parked();
-    replace(make_empty_snapshot());
-    return {};
+  if (parked_ != nullptr) {
+    return change_parked([size, wait](ExtentBuffer& there) { return there.resize(size, wait); });
   }
-  TRY(unpark(wait));
   unfix_unless_leased();
   Exclusion exclusion(*this);
   std::uint64_t before = 0;
@@ -538,9 +530,10 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   if (add_overflows(offset, bytes, &end)) end = kMaximumBytes;
   end = std::min(end, kMaximumBytes);
   if (offset >= end) return {};
-  TRY(bring_back(Wait::kAllowed));
   const std::lock_guard mutation(mutation_mutex_);
-  TRY(unpark(Wait::kAllowed));
+  if (parked_ != nullptr) {
+    return change_parked([offset, bytes](ExtentBuffer& there) { return there.punch(offset, bytes); });
+  }
   {
     const std::lock_guard lock(state_mutex_);
     TRY(check_leases_locked("punched", offset));
@@ -652,10 +645,12 @@ Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr
     TRY(held->restore(there));
     const std::lock_guard mutation(mutation_mutex_);
     size_.store(contents.size, std::memory_order_release);
-    parked_bytes_.store(held->bytes_held(), std::memory_order_release);
     replace(make_empty_snapshot(contents.own_placement));
-    const std::lock_guard lock(state_mutex_);
-    parked_ = held;
+    {
+      const std::lock_guard lock(state_mutex_);
+      parked_ = held;
+    }
+    watch_parked();
     return {};
   }
   const std::lock_guard mutation(mutation_mutex_);

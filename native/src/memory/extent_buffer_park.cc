@@ -1,8 +1,9 @@
 // Parking: the contents of an ExtentBuffer lie in another device's memory, the host's, until somebody needs them here.
 //
 // A parked buffer has no memory of its device. Reads by the calling thread are served from the host, and so are copies
-// to other buffers. Whatever needs memory of the device brings the contents back first: pins, writes, leases, punching.
-// Where the device has no space for them, a write to what the file has goes to the host.
+// to other buffers. What takes memory away is done there, too. Whatever needs memory of the device brings the contents
+// back first: pins, writes, leases, fallocate(2); where the device has no space for them, writes and fallocate(2) are
+// done where the contents are.
 // Both ways the old copy is whole until the record of the new one is written, so a process that dies in between loses
 // nothing: the next one finds one of them.
 //
@@ -40,6 +41,7 @@ Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std:
   if (snapshot_->slot != nullptr || memory_ == nullptr || size < granule_) return false;
   if (shift_.step != 0) return torn();
   (void)release_unused(TimePoint{});
+  if (own().empty()) return false;
   // Copying what fits would take long, and writers wait.
   const Result<MemoryInfo> there = host->memory();
   if (there.ok() && there.value().free_bytes < total_bytes(own())) return host_is_full();
@@ -58,7 +60,7 @@ Result<bool> ExtentBuffer::park(const std::shared_ptr<DeviceContext>& host, std:
     if (!claims_.empty() || this->size() != size) return Status(EBUSY, "the file is being written");
     parked_ = copy;
   }
-  parked_bytes_.store(copy->bytes_held(), std::memory_order_release);
+  watch_parked();
   replace(make_empty_snapshot(snapshot_->placement));
   (void)await_readers(TimePoint::clock::now() + kReaderTimeout);
   give_up_memory();
@@ -132,15 +134,25 @@ Status ExtentBuffer::unpark(Wait wait) {
   return {};
 }
 
-// For a device without space for the file: a program that has stored to a page of a mapping cannot be told any more
-// that there is none.
-bool ExtentBuffer::write_parked(std::uint64_t offset, std::span<const std::byte> source) {
-  const std::lock_guard mutation(mutation_mutex_);
-  if (parked_ == nullptr || offset + source.size() > size()) return false;
-  const bool written = parked_->write(offset, source, Wait::kAllowed).ok();
+Status ExtentBuffer::change_parked(const std::function<Status(ExtentBuffer&)>& change) {
+  Status status = change(*parked_);
+  {
+    const std::lock_guard lock(state_mutex_);
+    const std::uint64_t size = parked_->size();
+    if (size < size_.load(std::memory_order_relaxed)) ++shrinks_;
+    size_.store(size, std::memory_order_release);
+  }
   parked_bytes_.store(parked_->bytes_held(), std::memory_order_release);
-  watcher_.moved();  // a hole may have got memory
-  return written;
+  if (parked_->bytes_held() == 0) {
+    forget_parked();
+    if (size() == 0) replace(make_empty_snapshot());
+  }
+  return status;
+}
+
+void ExtentBuffer::watch_parked() {
+  parked_->watch({.moved = [this] { watcher_.moved(); }});
+  parked_bytes_.store(parked_->bytes_held(), std::memory_order_release);
 }
 
 void ExtentBuffer::forget_parked() {
