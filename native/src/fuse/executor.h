@@ -3,11 +3,11 @@
 // Thread-safe, except start() and stop(), which the Mount calls.
 //
 // Jobs compete in lanes: each lane has its own limit and never waits for another one. Jobs of a lane on the same
-// subject (an inode) have a smaller limit, so one that makes no progress does not fill its lane, and so have jobs of one
-// user; of those that wait the user's with the fewest that run comes first. Files of the host have no subject: one that
-// hangs can fill its user's part of the lane of its file system. A job that finds the device full holds no thread: it is
-// parked until memory is released (device/releases.h) or its time is over. There are as many threads as jobs may run
-// side by side, and one more, however many are queued.
+// subject (an inode) have a smaller limit, so one that makes no progress does not fill its lane, and so have jobs of
+// one user; of those that wait the user's with the fewest that run comes first. Files of the host have no subject: one
+// that hangs can fill its user's part of the lane of its file system. A job that finds the device full holds no thread:
+// it is parked until memory is released (device/releases.h) or its time is over. There are as many threads as jobs may
+// run side by side, and one more, however many are queued.
 #pragma once
 
 #include <atomic>
