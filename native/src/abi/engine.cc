@@ -280,10 +280,9 @@ gpufs_status gpufs_engine_device_memory(gpufs_handle engine, int32_t device, gpu
     Result<MemoryInfo> now = context->memory();
     if (now.ok()) {
       memory->total_bytes = now.value().total_bytes;
-      memory->free_bytes = now.value().free_bytes;
-      // Memory that is being released is free before the buffer stops counting it.
-      const std::uint64_t used = memory->total_bytes - std::min(memory->free_bytes, memory->total_bytes);
-      memory->held_bytes = std::min(context->held_bytes(), used);
+      // The driver has memory back a moment before nobody is charged for it any more, which is when it counts as free.
+      memory->held_bytes = std::min(context->held_bytes(), memory->total_bytes);
+      memory->free_bytes = std::min(now.value().free_bytes, memory->total_bytes - memory->held_bytes);
       return {};
     }
     memory->held_bytes = context->held_bytes();

@@ -570,7 +570,10 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   }
   if (status.ok()) status = zero_existing(offset, first);
   if (status.ok()) status = zero_existing(last, end);
-  if (removed.empty() || !status.ok()) return status;
+  if (removed.empty() || !status.ok()) {
+    account();  // the descriptor is not used
+    return status;
+  }
   (void)detach(without(existing, first, last), removed, &exclusion, TimePoint::max());
   release(removed);
   return {};
