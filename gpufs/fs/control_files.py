@@ -181,6 +181,8 @@ class StatusReport:
             "total_bytes": info.total_bytes,
             "free_bytes": 0,
             "held_bytes": 0,
+            "granule_bytes": info.granule,
+            "slot_bytes": info.slot_bytes,
             "files": self.files(device.index),
             "health": "good",
         }
