@@ -425,6 +425,23 @@ def test_in_a_running_program(weights: Path) -> None:
     assert found == [[0, 2], [2, 0], [1, 0]]
 
 
+def test_a_loader_that_asks_for_the_cpu(weights: Path) -> None:
+    """As ComfyUI's does: all of host memory is in place, until a module is filled with copies."""
+    script = """
+        import torch, safetensors
+        with safetensors.safe_open(sys.argv[1], framework="pt", device=torch.device("cpu").type) as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}
+        module = torch.nn.Module()
+        module.a = torch.nn.Parameter(torch.empty(4000))
+        answer = [kinds(found.values())]
+        for assign in (False, True):
+            module.load_state_dict({"a": found["a"]}, assign=assign)
+            answer.append(kinds(module.parameters()))
+        print(json.dumps(answer))
+    """
+    assert in_program(script, weights, quiet=True) == [[2, 0], [0, 1], [1, 0]]
+
+
 def test_what_a_user_has_mistaken_is_named(weights: Path, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("import safetensors, sys; safetensors.safe_open(sys.argv[1], 'pt')")
