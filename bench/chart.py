@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.looks import DARK, with_look
+
 _WITHOUT, _GPUFS, _SHARED = "#9aa4ad", "#2f7ed8", "#a9cdf3"
 _HEIGHT = 0.38
 
@@ -59,6 +61,7 @@ def draw(results: dict[str, Any], picture: Path) -> None:
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(picture, metadata={"Date": None}, facecolor="white")
     pyplot.close(figure)
+    picture.write_text(with_look(picture.read_text(), "dark", DARK))
 
 
 _PANELS = (

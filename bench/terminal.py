@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bench.looks import LIGHT, with_look
 from bench.report import REPOSITORY
 
 _GPUFS = str(REPOSITORY / ".venv" / "bin" / "gpufs")
@@ -65,7 +66,8 @@ def draw(text: str, command: str, picture: Path) -> None:
         for line in lines:
             console.print(line, markup=False, highlight=False, no_wrap=True)
     svg = console.export_svg(title=command, unique_id="gpufs-top")
-    picture.write_text(re.sub(r"\s*@font-face \{.*?\n    \}", "", svg, flags=re.DOTALL))  # pages load no fonts
+    svg = re.sub(r"\s*@font-face \{.*?\n    \}", "", svg, flags=re.DOTALL)  # pages load no fonts
+    picture.write_text(with_look(svg, "light", LIGHT))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Everything in safetensors opens its files by ``safetensors.safe_open``, so this 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import sys
@@ -117,9 +118,10 @@ def _replace_safe_open(safetensors: ModuleType) -> None:
         def __new__(cls, filename: str | os.PathLike[str], framework: str, device: Any = "cpu", **options: Any) -> Any:
             file = None
             if framework in _TORCH and _lies_on_mount(filename):
+                _Opened.on_mount = True
                 file = _open(filename, None if _may_stay(device, sys._getframe(1)) else device)
-            elif framework in _TORCH and REPORT_VARIABLE in os.environ:
-                print(f"gpufs: {os.fspath(filename)} is on no mount, and is read as without gpufs", file=sys.stderr)
+            elif framework in _TORCH:
+                _Opened.elsewhere(filename)
             if file is None:
                 return original(filename, framework, device, **options)
             safe_open.register(type(file))
@@ -133,6 +135,29 @@ def _replace_safe_open(safetensors: ModuleType) -> None:
             setattr(safe_open, name, _method(name, method))
     safe_open.register(original)
     _put("safe_open", original, safe_open)
+
+
+class _Opened:
+    """Whether this program has opened files of a mount, and whether others."""
+
+    on_mount = False
+    others = False
+
+    @classmethod
+    def elsewhere(cls, name: str | os.PathLike[str]) -> None:
+        """Report a file that is on no mount: at the end if all were so, or at once if everything is to be reported."""
+        if REPORT_VARIABLE in os.environ:
+            print(f"gpufs: {os.fspath(name)} is on no mount, and is read as without gpufs", file=sys.stderr)
+        elif not cls.others:
+            atexit.register(cls.report, os.fspath(name))
+        cls.others = True
+
+    @classmethod
+    @harmless("files in place")
+    def report(cls, name: str) -> None:
+        if not cls.on_mount:
+            remedy = "For a model's name on the Hub: gpufs run --hub DIR"
+            print(f"gpufs: no safetensors file was used in place: {name} is on no mount. {remedy}", file=sys.stderr)
 
 
 def _method(name: str, of_original: Any) -> Any:

@@ -58,6 +58,12 @@ def _programs(directory: str, beginning: str) -> list[str]:
     type=click.Path(file_okay=False),
     help="Keep what torch, Triton, vLLM, SGLang and others compile below DIR, so that later starts load it.",
 )
+@click.option(
+    "--hub",
+    metavar="DIR",
+    type=click.Path(file_okay=False),
+    help="Keep what the program loads by its name on the Hugging Face Hub below DIR on a mount, to be used in place.",
+)
 @click.argument(
     "words",
     metavar="PROGRAM [ARGUMENT]...",
@@ -66,7 +72,7 @@ def _programs(directory: str, beginning: str) -> list[str]:
     type=click.UNPROCESSED,
     shell_complete=_complete_words,
 )
-def command(mode: str, report: bool, caches: str | None, words: tuple[str, ...]) -> None:
+def command(mode: str, report: bool, caches: str | None, hub: str | None, words: tuple[str, ...]) -> None:
     """Run PROGRAM so that it uses safetensors files of a mount in place, without a copy.
 
     For Python programs that load weights with safetensors, or with a library that is built on it: transformers,
@@ -75,6 +81,7 @@ def command(mode: str, report: bool, caches: str | None, words: tuple[str, ...])
 
     \b
       gpufs run python generate.py --model /mnt/gpufs/gpu0/Qwen3-8B
+      gpufs run --hub /mnt/gpufs/gpu0/hub python generate.py Qwen/Qwen3-8B
       gpufs run --mode c torchrun train.py
       gpufs run --caches /var/cache/gpufs-jit vllm serve /mnt/gpufs/gpu0/Qwen3-8B
 
@@ -100,10 +107,26 @@ def command(mode: str, report: bool, caches: str | None, words: tuple[str, ...])
 
         # A shell script's programs find their Python as this command does.
         environment |= variables(caches, python or shutil.which("python3"), environment)
+    if hub is not None:
+        environment["HF_HUB_CACHE"] = _made_on_mount(hub)
     try:
         os.execve(program, list(words), environment)
     except OSError as error:
         raise Failure(f"{program}: {error.strerror}", 126) from None
+
+
+def _made_on_mount(directory: str) -> str:
+    """Return the path of the Hub's cache, which exists then. Failure if it would be on no mount."""
+    from gpufs import mounting
+
+    path = Path(directory).resolve()
+    try:
+        parent = next(each for each in (path, *path.parents) if each.exists())
+        mounting.places_of(parent.stat().st_dev, directory)
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Failure(f"--hub {directory}: {error.strerror} (name a directory such as MOUNTPOINT/gpu0/hub)") from None
+    return str(path)
 
 
 def _origin() -> str:

@@ -101,6 +101,9 @@ def _details(status: dict[str, Any]) -> list[str]:
         facts.append(("started", clock_text(status["started"])))
     if "survives" in status:
         facts.append(("survives", "yes" if status["survives"] else f"no: {status.get('survival_obstacle', '-')}"))
+    if (deaths := status.get("deaths", {})).get("count"):
+        last = f"the last at {clock_text(deaths['last'])}: {deaths['cause'] or 'unknown reason'}"
+        facts.append(("deaths", f"{deaths['count']} of its daemons, {last}"))
     width = max(len(key) for key, _ in facts)
     lines = [f"{key:<{width}}  {printable(value)}" for key, value in facts]
     if status["devices"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from gpufs.client._daemons import control_file
 from gpufs.mounting import MountEntry, place_of, root_of
@@ -43,24 +44,51 @@ def _has_limit(space: os.statvfs_result, place: str, mounts: Sequence[MountEntry
         return False
 
 
+class Granules(NamedTuple):
+    """How a device allocates memory: files of at most ``slot`` bytes take powers of two, others whole granules."""
+
+    granule: int = 1
+    slot: int = 0
+
+    def held(self, size: int) -> int:
+        """Return the memory that so many bytes of a file take, at least."""
+        return 1 << (size - 1).bit_length() if 0 < size <= self.slot else -(-size // self.granule) * self.granule
+
+    def __str__(self) -> str:
+        above = f"above {bytes_text(self.slot)} " if self.slot else ""
+        return f"files {above}take whole granules of {bytes_text(self.granule)}"
+
+
+def granules_of(fd: int, mounts: Sequence[MountEntry]) -> Granules:
+    """Return how files in an open directory take memory; in bytes where no device is, or the mount does not say."""
+    found = _device_at(fd, mounts)
+    return Granules() if found is None else Granules(found[1]["granule_bytes"], found[1]["slot_bytes"])
+
+
 def free_with_parking(fd: int, mounts: Sequence[MountEntry]) -> int:
     """What several files can take together on a device that parks files when it is full (--evict); else 0."""
-    place = place_of(fd, mounts)
+    found = _device_at(fd, mounts)
+    space = os.fstatvfs(fd)
+    # A limit of a directory is not the device's memory.
+    if found is None or space.f_blocks * space.f_frsize < found[1]["total_bytes"]:
+        return 0
+    status, device = found
+    if not status["knobs"].get("evict"):
+        return 0
+    return int(device["free_bytes"] + sum(each["free_bytes"] for each in status["devices"] if each["name"] == "host0"))
+
+
+def _device_at(fd: int, mounts: Sequence[MountEntry]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return a mount's status and of it the device where an open file is; None where there is none, or no answer."""
     root = root_of(mounts)
     if root is None:
-        return 0
+        return None
     try:
         status = control_file(root, "status")
     except OSError:
-        return 0
-    devices = {device["name"]: device for device in status["devices"]}
-    space = os.fstatvfs(fd)
-    # A limit of a directory is not the device's memory.
-    if place not in devices or space.f_blocks * space.f_frsize < devices[place]["total_bytes"]:
-        return 0
-    if not status["knobs"].get("evict"):
-        return 0
-    return int(devices[place]["free_bytes"] + devices["host0"]["free_bytes"])
+        return None
+    place = place_of(fd, mounts)
+    return next(((status, device) for device in status["devices"] if device["name"] == place), None)
 
 
 def exceeds_all(fd: int, needed: int) -> bool:

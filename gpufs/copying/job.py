@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpufs import syscalls
 from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import IdleConnections, control_file
-from gpufs.client._space import exceeds_all, free_with_parking, shortage
+from gpufs.client._space import Granules, exceeds_all, free_with_parking, granules_of, shortage
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry, OpenFile, data_bytes
 from gpufs.copying.identity import Identity, forget, settle
@@ -104,6 +104,10 @@ class CopyContext:
     def has_space(self, fd: int, needed: int) -> bool:
         """Return whether ``needed`` bytes fit where an open file or directory is, now."""
         return not shortage(fd, needed, self.mounts().get(os.fstat(fd).st_dev, []))
+
+    def granules_of(self, fd: int) -> Granules:
+        """Return how files in an open directory take memory."""
+        return granules_of(fd, self.mounts().get(os.fstat(fd).st_dev, []))
 
     def is_written(self, status: os.stat_result) -> bool:
         """Return whether a program writes to a file in its memory, which changes no time before the program ends.

@@ -352,12 +352,13 @@ class TreeCopy(CopyThreads):
 
     def _fit(self, base: Entry, needs: Mapping[str, tuple[int, int]], *, replaces: bool) -> bool:
         """``replaces``: two versions of a file exist until the new one is complete."""
-        sizes = needs.values()
-        grown = sum(max(size - freed, 0) if replaces else size - freed for size, freed in sizes)
-        twice = sorted((min(need) for need in sizes), reverse=True) if replaces else []
         context, place = self._copier.context, base.path
         try:
             with suppress(FileNotFoundError, NotADirectoryError), base.filled() as (directory, place):
+                granules = context.granules_of(directory)
+                sizes = [(granules.held(size), freed) for size, freed in needs.values()]
+                grown = sum(max(size - freed, 0) if replaces else size - freed for size, freed in sizes)
+                twice = sorted((min(need) for need in sizes), reverse=True) if replaces else []
                 if any(twice) and not context.has_space(directory, grown + sum(twice[: self._jobs])):
                     self._turn = threading.Lock()
                     del twice[1:]
@@ -366,9 +367,11 @@ class TreeCopy(CopyThreads):
                 try:
                     context.check_space(directory, needed, self._cancel, largest=largest)
                 except OSError as error:
-                    if error.errno != errno.ENOSPC or needed == grown or not self._may_overwrite:
+                    if error.errno != errno.ENOSPC:
                         raise
-                    raise OSError(error.errno, f"{error.strerror} {_IN_PLACE}") from None
+                    why = f": {granules}" if needed > 2 * sum(size for size, _ in needs.values()) else ""
+                    remedy = f" {_IN_PLACE}" if needed != grown and self._may_overwrite else ""
+                    raise OSError(error.errno, f"{error.strerror}{why}{remedy}") from None
         except OSError as error:
             if not self._cancel.cancelled:
                 self._report.failed("", place, error)

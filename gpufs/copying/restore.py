@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
@@ -205,7 +205,7 @@ class Restore(SavedFiles):
 
     def _can_be_restored(self) -> bool:
         """Return whether nothing is missing, nothing in the way, and space for all; report if not."""
-        found, in_the_way, needed, largest = 0, 0, Counter[str](), Counter[str]()
+        found, in_the_way, sizes = 0, 0, defaultdict[str, list[int]](list)
         for path, record in self.records():
             if self.cancel.cancelled:
                 return False
@@ -219,9 +219,7 @@ class Restore(SavedFiles):
                 self._check_link(path, record)
             if isinstance(record, File):
                 with self.opened(record) as file:
-                    device, size = first if self._is_root else "", data_bytes(file.status, record.size)
-                    needed[device] += size
-                    largest[device] = max(largest[device], size)
+                    sizes[first if self._is_root else ""].append(data_bytes(file.status, record.size))
             if self._is_in_the_way(path, is_directory=isinstance(record, Directory)):
                 in_the_way += 1
                 if in_the_way <= _MOST_NAMES:
@@ -234,7 +232,7 @@ class Restore(SavedFiles):
             raise OSError(
                 errno.ENOENT, "is not a directory of the save", os.path.join(self.manifest.path, TREE, self.part)
             )
-        return not in_the_way and self._fits(needed, largest)
+        return not in_the_way and self._fits(sizes)
 
     def _remedy(self, first: str) -> str:
         if self._is_whole_mount():
@@ -280,11 +278,13 @@ class Restore(SavedFiles):
             return not stat.S_ISDIR(status.st_mode)
         return stat.S_ISDIR(status.st_mode) or not self.overwrite
 
-    def _fits(self, needed: Counter[str], largest: Counter[str]) -> bool:
-        for first, size in needed.items():
+    def _fits(self, sizes: dict[str, list[int]]) -> bool:
+        """Return whether files of these sizes have space in each directory of a device, and report if not."""
+        for first, of_files in sizes.items():
             directory = _open_below(self._base, first)
             try:
-                self.context.check_space(directory, size, self.cancel, largest=largest[first])
+                needed = list(map(self.context.granules_of(directory).held, of_files))
+                self.context.check_space(directory, sum(needed), self.cancel, largest=max(needed))
             except OSError as error:
                 self.report.failed("", self._end(first), error)
                 return False

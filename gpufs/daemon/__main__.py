@@ -28,7 +28,7 @@ from gpufs import config, engine, service, statistics
 from gpufs._version import __version__
 from gpufs.daemon import control_plane, environment, guard, mountpoint, takeover
 from gpufs.daemon.devices import open_engine
-from gpufs.daemon.keeper import Keeper, Key, send_reason
+from gpufs.daemon.keeper import Keeper, Key, new_memfd, send_reason
 from gpufs.daemon.logs import Log
 from gpufs.daemon.serving import SIGNALS, TASKS, Serving
 from gpufs.daemon.startup import LauncherAnswer, MountRequest, StartFailure
@@ -65,6 +65,7 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
     for _, path, _ in values["backing"] or ():
         mountpoint.refuse_itself(path, request.mountpoint)
     runtime = environment.runtime_directory(allow_other=bool(values["allow_other"]))
+    history = takeover.History() if taken is None else taken.history
     with ExitStack() as parts, _start_of(taken, logs) as answers:
         owner = _watch(request.owner, parts) if taken is None else taken.held.get(Key.OWNER, -1)
         if taken is not None:
@@ -118,7 +119,8 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
             for user, limit in values["user_limits"] or ():
                 Quotas(mount).set(ROOT_INODE, user, engine.NO_LIMIT if limit is None else limit)
         if keeper is not None and survives:
-            takeover.prepare(keeper, request, logs, mount, entry, connection=fuse_fd, owner=owner)
+            given = {"connection": fuse_fd, "owner": owner}
+            takeover.prepare(keeper, request, logs, mount, entry, **given, began=history.began)
         # fusermount3, which mounts for plain users, does not take all flags.
         asked = frozenset(request.flags) if os.geteuid() != 0 else frozenset()
         mountpoint.set_access_times(mount, entry.flags, asked)
@@ -138,6 +140,7 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
             owner=owner,
             notes=notes,
             died=None if taken is None else taken.died,
+            history=history,
             kept=service.restore(mount, keeper if survives else None, {} if taken is None else taken.held),
         )
         operations = control_plane.build(request, mount, serving)
@@ -191,6 +194,7 @@ def _start_keeper(request: MountRequest, obstacle: str | None, parts: ExitStack)
         return None
     try:
         keeper = parts.enter_context(Keeper(request.mountpoint))
+        keeper.hold({Key.DEATHS: new_memfd("gpufs-deaths", b"")})
     except OSError as failure:
         log.error("the mount ends with its daemon, and no auto_unmount: %s", failure)
         return None

@@ -44,13 +44,19 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
         leases=leases,
         quotas=Quotas(mount).as_list,
         obstacle=serving.obstacle,
+        began=serving.history.began,
+        deaths={
+            "count": serving.history.deaths,
+            "last": serving.history.last_death,
+            "cause": serving.history.cause or None,
+        },
     )
     activity = ActivityReport(
         status,
         mount,
         copies=lambda uid: serving.service.copies(uid) if serving.service is not None else [],
     )
-    counted = StatisticsReport(opened, request.mountpoint)
+    counted = StatisticsReport(opened, request.mountpoint, serving.history.deaths)
     contents: dict[str, Callable[[int], Content]] = {  # by the user that opens the file
         "version": lambda _: version_text(),
         "status": status.as_bytes,

@@ -41,6 +41,7 @@ class Key(IntEnum):
     REQUEST = 3  # a memfd with the launcher's request
     OWNER = 4  # the process with which the mount ends
     LOG = 5  # standard error or the journal of systemd, where there is no log file
+    DEATHS = 6  # a memfd in which the keeper notes deaths of daemons
 
 
 class MessageKind(IntEnum):

@@ -77,6 +77,7 @@ class Serving:
     notes: list[str]  # what the user gets to read once the mount answers
     # When the daemon died that served the mount before, in nanoseconds of CLOCK_MONOTONIC; None for a new mount.
     died: int | None
+    history: takeover.History
     kept: Kept  # what that daemon's clients had, which the service takes over; or where that of this daemon is kept
     service: Service | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)  # the launcher has been told that the mount works

@@ -3,7 +3,9 @@
 import errno
 import json
 import os
-from dataclasses import dataclass, replace
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 from gpufs import config, engine, mounting
@@ -16,6 +18,19 @@ from gpufs.drivers import HOST
 
 _SOCKET: Final = 3  # where the keeper puts a new daemon's socket
 _FIRST_MEMORY: Final = 1 << 32  # the keys of memory, which are the engine's
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The life of a mount before this daemon. Times in seconds since 1970.
+
+    ``deaths``: of daemons, with the time and the cause of the last one, "" if it is not known.
+    """
+
+    began: float = field(default_factory=time.time)
+    deaths: int = 0
+    last_death: float | None = None
+    cause: str = ""
 
 
 def obstacle(values: dict[str, Any], opened: engine.Engine) -> str | None:
@@ -41,14 +56,16 @@ def prepare(
     *,
     connection: int,
     owner: int,
+    began: float,
 ) -> None:
     """Give the keeper what the next daemon needs to begin, and the command that starts it.
 
     ``connection``: of /dev/fuse. ``owner``: a descriptor of the process with which the mount ends; -1 for none.
+    ``began``: when the mount was made.
     """
     listed = {**entry._asdict(), "flags": sorted(entry.flags)}
     lasting = replace(request, config=request.config | _chosen(request, mount.engine))
-    text = json.dumps({"request": lasting.encode().decode(), "entry": listed}).encode()
+    text = json.dumps({"request": lasting.encode().decode(), "entry": listed, "began": began}).encode()
     held: dict[int, int] = {
         Key.CONNECTION: connection,
         Key.JOURNAL: mount.journal_fd,
@@ -98,6 +115,7 @@ class Takeover:
     memory: dict[int, int]
     released: list[int]  # handles of files that were closed while there was no daemon
     died: int  # when the former daemon had ended, in nanoseconds of CLOCK_MONOTONIC
+    history: History
 
 
 def leave_to_the_keeper(code: int, logs: Log) -> NoReturn:
@@ -131,4 +149,15 @@ def begin(fd: int, mountpoint: str) -> Takeover:
     # Without an entry here the mount may still be elsewhere: bound, in containers, or detached and in use.
     entry = present(former) or former
     memory = {key: descriptor for key, descriptor in received.items() if key >= _FIRST_MEMORY}
-    return Takeover(MountRequest.decode(begun["request"].encode()), entry, keeper, held, memory, released, died)
+    request = MountRequest.decode(begun["request"].encode())
+    history = _history(begun.get("began", time.time()), held.get(Key.DEATHS))
+    return Takeover(request, entry, keeper, held, memory, released, died, history)
+
+
+def _history(began: float, deaths: int | None) -> History:
+    """Return what the keeper has noted; nothing if it is of a version that notes no deaths."""
+    if deaths is not None:
+        with suppress(ValueError):
+            count, last, cause = os.pread(deaths, 1 << 12, 0).decode(errors="replace").split("\n", 2)
+            return History(began, int(count), float(last), cause.strip())
+    return History(began)

@@ -53,6 +53,8 @@ class DeviceInfo:
         Bytes of memory.
     granule
         Bytes in which memory is allocated.
+    slot_bytes
+        The largest buffer that shares a granule with others, and takes a power of two of bytes; 0 if none does.
     cpu_addressable
         Whether the CPU can use its addresses.
     fastpath_memory
@@ -70,6 +72,7 @@ class DeviceInfo:
     numa_node: int
     total_bytes: int
     granule: int
+    slot_bytes: int
     cpu_addressable: bool
     fastpath_memory: bool
     keeps_memory: bool
@@ -130,6 +133,7 @@ class Device:
             numa_node=info.numa_node,
             total_bytes=info.total_bytes,
             granule=info.granule,
+            slot_bytes=info.slot_bytes,
             cpu_addressable=bool(info.cpu_addressable),
             fastpath_memory=bool(info.fastpath_memory),
             keeps_memory=bool(info.keeps_memory),

@@ -139,10 +139,11 @@ class StatusReport:
     leases: Callable[[int], list[dict[str, Any]]]  # and registrations, that a user may see
     quotas: Callable[[int], list[dict[str, Any]]]  # that a user may see
     obstacle: Callable[[], str | None]  # to surviving the daemon
-    started: float = field(default_factory=time.time)
+    began: float  # when the mount was made, by this daemon or one before
+    deaths: Mapping[str, Any]  # of the daemons before: their count, the time of the last one and its cause
 
     def as_dict(self, uid: int) -> dict[str, Any]:
-        """The status now, for this user. Sizes in bytes, ``started`` in seconds since 1970, ``uptime`` in seconds."""
+        """The status now, for this user. Sizes in bytes, times in seconds since 1970, ``uptime`` in seconds."""
         hidden = () if trusted(uid) else _PRIVATE
         return {
             "version": __version__,
@@ -150,8 +151,9 @@ class StatusReport:
             "pid": os.getpid(),
             "uid": os.geteuid(),
             "driver": self.driver,
-            "started": self.started,
-            "uptime": max(0.0, time.time() - self.started),
+            "started": self.began,
+            "uptime": max(0.0, time.time() - self.began),
+            "deaths": self.deaths,
             "survives": (obstacle := self.obstacle()) is None,
             "survival_obstacle": obstacle,
             "journal_format": journal_format(),
@@ -179,6 +181,8 @@ class StatusReport:
             "total_bytes": info.total_bytes,
             "free_bytes": 0,
             "held_bytes": 0,
+            "granule_bytes": info.granule,
+            "slot_bytes": info.slot_bytes,
             "files": self.files(device.index),
             "health": "good",
         }
@@ -198,7 +202,7 @@ class StatusReport:
 class StatisticsReport:
     """The engine's counters, as ``.gpufs/stats`` and ``.gpufs/metrics`` show them."""
 
-    def __init__(self, opened: Engine, mountpoint: str) -> None:
+    def __init__(self, opened: Engine, mountpoint: str, deaths: int) -> None:
         """Describe the counters in their file, too, for its readers."""
         self._engine = opened
         facts: dict[str, Any] = {
@@ -206,6 +210,7 @@ class StatisticsReport:
             "mountpoint": mountpoint,
             "devices": [device.info.name[:_NAME_MAX] for device in opened.devices],
             "directories": [device.info.directory for device in opened.devices],
+            "deaths": deaths,
         }
         try:
             opened.statistics_describe(facts)

@@ -137,6 +137,7 @@ def parse(data: bytes, *, alive: bool = True) -> dict[str, Any]:
         "started": header.created / _SECOND,
         "updated": updated,
         "dead_since": None if alive else updated,
+        "deaths": deaths if isinstance(deaths := facts.get("deaths"), int) else 0,
         "gauges": _named(data, header.gauges_at, ENGINE_GAUGES),
         "counters": _named(data, header.counters_at, ENGINE_COUNTERS),
         "devices": _devices(data, header, facts),

@@ -71,10 +71,12 @@ def _families(mounts: Mapping[str, dict[str, Any]]) -> Iterator[Metric]:
     started = GaugeMetricFamily(
         "gpufs_start_time_seconds", "When the mount's process began, in seconds since 1970.", labels=_MOUNT
     )
+    deaths = CounterMetricFamily("gpufs_deaths", "Daemons of the mount that have died.", labels=_MOUNT)
     for mountpoint, counters in mounts.items():
         build.add_metric([mountpoint, _label(counters["version"]), _label(counters["driver"])], 1)
         started.add_metric([mountpoint], counters["started"])
-    yield from (build, started)
+        deaths.add_metric([mountpoint], counters["deaths"])
+    yield from (build, started, deaths)
     for key, kind, names in (
         ("gauges", GaugeMetricFamily, ENGINE_GAUGES),
         ("counters", CounterMetricFamily, ENGINE_COUNTERS),

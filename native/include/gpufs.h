@@ -90,7 +90,8 @@ typedef struct {
   int32_t index;
   int32_t numa_node; /* -1: unknown */
   uint64_t total_bytes;
-  uint64_t granule; /* bytes in which memory is allocated */
+  uint64_t granule;    /* bytes in which memory is allocated */
+  uint64_t slot_bytes; /* the largest buffer that shares a granule: it takes a power of two of bytes; 0: none does */
   int32_t cpu_addressable;
   int32_t fastpath_memory; /* the fastpath can reach the memory of buffers */
   int32_t keeps_memory;    /* the memory of buffers can outlive the process: gpufs_mount_options.keeper_fd */

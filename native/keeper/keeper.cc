@@ -25,7 +25,9 @@
 // row, the keeper waits: a second, and twice as long each time, up to a minute. In a long pause it answers the kernel's
 // requests with EIO, so that programs do not hang, and that a request that the daemon dies of goes away. SIGUSR1 ends
 // the pause. A memfd with the name gpufs-keeper-state has lines for `gpufs status`: how many daemons have failed, when
-// the next one starts (nanoseconds of CLOCK_MONOTONIC; 0: not by itself), and what the last one died of.
+// the next one starts (nanoseconds of CLOCK_MONOTONIC; 0: not by itself), and what the last one died of. In a memfd
+// that it holds for daemons the keeper notes all deaths: lines say how many, when the last one was (seconds since
+// 1970), and why.
 //
 // Where there is no RESTART, the keeper closes everything and becomes GIVE_UP. Without that it goes on holding until
 // the mount is unmounted, and answers with EIO. SIGTERM ends it while no daemon runs. It takes no notice of other
@@ -39,6 +41,7 @@
 #include <linux/fuse.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
@@ -57,6 +60,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <initializer_list>
 #include <iterator>
 #include <map>
@@ -81,6 +85,7 @@ using gpufs::keeper::Kind;
 using gpufs::keeper::Message;
 
 constexpr std::uint64_t kConnection = 1;  // the key of /dev/fuse
+constexpr std::uint64_t kDeaths = 6;      // the key of a memfd that has what the keeper notes of deaths
 constexpr int kDaemonSocket = 3;          // the number of a new daemon's end
 constexpr std::int32_t kNotifyResend = 7;
 // The largest WRITE of a mount, and a page for its headers.
@@ -136,6 +141,7 @@ struct ThreadState {
   char state = '?';           // unknown
   std::uint64_t flags = 0;    // PF_
   std::uint64_t pending = 0;  // signals, of the lowest 31
+  int status = 0;             // of wait(2), of a process that has ended
 
   explicit ThreadState(const std::string& directory) {
     char text[1024];
@@ -148,6 +154,7 @@ struct ThreadState {
       if (field == 3) state = word[0];
       if (field == 9) std::from_chars(word.begin(), word.end(), flags);
       if (field == 31) std::from_chars(word.begin(), word.end(), pending);
+      if (field == 52) std::from_chars(word.begin(), word.end(), status);
       rest.remove_prefix(std::min(word.size() + 1, rest.size()));
     }
   }
@@ -159,6 +166,24 @@ struct ThreadState {
 };
 
 std::string directory_of(pid_t process) { return "/proc/" + std::to_string(process); }
+
+std::string text_of(int status) {
+  if (WIFSIGNALED(status)) return "killed by signal " + std::to_string(WTERMSIG(status));
+  return "exited with " + std::to_string(WEXITSTATUS(status));
+}
+
+// Returns what a process that is not a child has ended with; nothing if the kernel does not say (before Linux 6.15).
+std::string end_of(pid_t process, int descriptor) {
+  if (const ThreadState main(directory_of(process)); main.state == 'Z') return text_of(main.status);
+  struct {  // pidfd_info, which is in the headers of new kernels
+    std::uint64_t mask = 1 << 3;
+    std::uint64_t cgroup = 0;
+    std::uint32_t ids[11] = {};
+    std::int32_t status = 0;
+  } info;
+  const bool known = ::ioctl(descriptor, _IOWR(0xFF, 11, info), &info) == 0 && (info.mask & 1 << 3) != 0;
+  return known ? text_of(info.status) : "";
+}
 
 // Whether no thread of a process runs in the kernel either.
 bool all_wait(pid_t process) {
@@ -308,7 +333,7 @@ class Keeper {
       case Kind::kServes:
         serves_since_ = Clock::now();
         released_.clear();
-        write_state("");
+        write_lines(state_.get(), "");
         break;
       case Kind::kWhy: {
         const auto* const text = reinterpret_cast<const char*>(message.numbers);
@@ -330,16 +355,17 @@ class Keeper {
     std::string end;
     int status = 0;  // of each daemon that this process has started
     for (pid_t ended = 0; (ended = ::waitpid(-1, &status, WNOHANG)) > 0;) {
-      if (WIFSIGNALED(status)) end = "killed by signal " + std::to_string(WTERMSIG(status));
-      if (WIFEXITED(status)) end = "exited with " + std::to_string(WEXITSTATUS(status));
+      end = text_of(status);
       ::syslog(LOG_NOTICE, "process %d: %s", ended, end.c_str());
     }
-    if (reason_.empty()) reason_ = end;
+    if (reason_.empty()) reason_ = end.empty() ? end_of(process_, daemon_.get()) : end;
     daemon_.reset();
     socket_.reset();
     if (is_unmounted()) return false;
     const std::optional<Clock::time_point> served = std::exchange(serves_since_, std::nullopt);
-    if (std::exchange(handing_over_, false) || (served && noticed_ - *served >= kBriefly)) {
+    const bool hands_over = std::exchange(handing_over_, false);
+    if (!hands_over) note_death();
+    if (hands_over || (served && noticed_ - *served >= kBriefly)) {
       unanswered_ = brief_ = 0;
     } else {
       ++(served ? brief_ : unanswered_);
@@ -356,7 +382,7 @@ class Keeper {
         std::min<Clock::duration>(kLongestPause, std::chrono::seconds(1) * (1U << std::min(failures - 1, 6U)));
     next_start_ = Clock::now() + pause;
     const auto at = std::chrono::nanoseconds(next_start_->time_since_epoch()).count();
-    write_state(std::to_string(unanswered_ + brief_) + "\n" + std::to_string(at) + "\n" + reason_ + "\n");
+    write_lines(state_.get(), std::to_string(unanswered_ + brief_) + "\n" + std::to_string(at) + "\n" + reason_ + "\n");
     ::syslog(LOG_WARNING, "the daemon has died %u times, the next one starts in %lld s: %s", unanswered_ + brief_,
              static_cast<long long>(std::chrono::ceil<std::chrono::seconds>(pause).count()), reason_.c_str());
     if (pause >= kRefusesFrom) refuse_requests();
@@ -383,7 +409,7 @@ class Keeper {
       give_up_.run();                            // which closes everything that is held
     }
     if (connection() < 0) return false;
-    write_state(std::to_string(unanswered_ + brief_) + "\n0\n" + reason_ + "\n");
+    write_lines(state_.get(), std::to_string(unanswered_ + brief_) + "\n0\n" + reason_ + "\n");
     refuse_requests();
     return true;
   }
@@ -412,9 +438,21 @@ class Keeper {
     return static_cast<int>(std::max<std::int64_t>(left, 0));
   }
 
-  void write_state(const std::string& text) const {
-    [[maybe_unused]] const int emptied = ::ftruncate(state_.get(), 0);
-    [[maybe_unused]] const ssize_t written = ::pwrite(state_.get(), text.data(), text.size(), 0);
+  static void write_lines(int memfd, const std::string& text) {
+    [[maybe_unused]] const int emptied = ::ftruncate(memfd, 0);
+    [[maybe_unused]] const ssize_t written = ::pwrite(memfd, text.data(), text.size(), 0);
+  }
+
+  // The number before is read in the memfd: another keeper may have noted it.
+  void note_death() const {
+    const auto found = held_.find(kDeaths);
+    if (found == held_.end()) return;
+    char former[20];
+    const ssize_t bytes = ::pread(found->second.get(), former, sizeof former, 0);
+    std::uint64_t deaths = 0;
+    std::from_chars(former, former + std::max<ssize_t>(bytes, 0), deaths);
+    const auto now = std::to_string(std::time(nullptr));
+    write_lines(found->second.get(), std::to_string(deaths + 1) + "\n" + now + "\n" + reason_ + "\n");
   }
 
   // Answers a request of the kernel with EIO.

@@ -63,6 +63,25 @@ def test_what_does_not_fit_changes_nothing(small: GpufsMount, tree: Path) -> Non
     assert (small.device / "there").read_bytes() == b"precious"
 
 
+def test_small_files_take_whole_granules(small: GpufsMount, host: Path) -> None:
+    """What the device would hold is counted, not bytes: 20 files of 150 KiB take 40 MiB, and 400 of 20 KiB 12.5."""
+    for folder, count, size in (("medium", 20, 150), ("small", 400, 20)):
+        (host / folder).mkdir()
+        for number in range(count):
+            (host / folder / str(number)).write_bytes(noise(size << 10))
+    done = refused("40.0 MiB", "gpu0", "-r", host / "medium", small.device)
+    assert "2.0 MiB" in done.stderr
+    assert os.listdir(small.device) == []
+    gpufs_here("cp", "-r", host / "small", small.device)
+    assert len(os.listdir(small.device / "small")) == 400
+    gpufs_here("save", small.device / "small", host / "saved")
+    (small.device / "full").write_bytes(noise(16 * MIB))
+    done = gpufs_here("restore", host / "saved", small.device / "again", check=False)
+    assert done.returncode == 1
+    assert "needs 12.5 MiB" in done.stderr
+    assert not (small.device / "again").exists() or os.listdir(small.device / "again") == []
+
+
 def test_the_limit_of_a_directory_is_named(small: GpufsMount, tree: Path) -> None:
     (small.device / "limited").mkdir()
     gpufs_here("quota", "set", small.device / "limited", "16M")

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from support.pages import options_of
@@ -40,6 +41,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith(("http:", "https:")):
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=page_id)
+def test_pictures_have_a_dark_and_a_light_look(picture: Path) -> None:
+    text = picture.read_text()
+    ElementTree.fromstring(text)
+    assert "prefers-color-scheme" in text, "bench/looks.py adds it"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

@@ -280,6 +280,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         assert commit in (_COMMIT, model.revision)
         if not self._allowed(model):
             return
+        if file not in model.files:
+            self._send(404, X_Error_Code="EntryNotFound", X_Repo_Commit=_COMMIT)
+            return
         other = self.server.store.redirects_to or self.server.store
         data = other.files[f"/blobs/{name}/{file}"] = model.files[file]
         named = hashlib.sha256(data) if file in model.lfs else hashlib.sha1(b"blob %d\0" % len(data) + data)

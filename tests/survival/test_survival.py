@@ -477,6 +477,27 @@ def test_restart(survivor: Survivor) -> None:
     open_file.close()
 
 
+def test_deaths_are_counted_whoever_keeps_the_mount(survivor: Survivor) -> None:
+    """How many daemons died, when and of what the last one did; a restart is no death, and another keeper goes on."""
+    (survivor.device / "file").write_bytes(b"contents")
+    first = survivor.report()
+    assert first["deaths"]["count"] == 0
+    survivor.kill()
+    (keeper,) = survivor.keepers()
+    os.kill(keeper, signal.SIGKILL)
+    wait_until(lambda: survivor.keepers() not in ([], [keeper]), PATIENCE, "another keeper")
+    wait_until(lambda: survivor.report()["survives"], PATIENCE, "that the mount survives")
+    survivor.kill(signal.SIGSEGV)
+    gpufs("restart", survivor.path)
+    now = survivor.report()
+    assert (now["deaths"]["count"], now["started"]) == (2, first["started"])
+    assert now["uptime"] >= now["deaths"]["last"] - now["started"] >= 0
+    if os.uname().release.split(".") >= ["6", "15"]:
+        assert "11" in now["deaths"]["cause"]
+    assert "deaths" in gpufs("status", survivor.path).stdout
+    assert f'gpufs_deaths_total{{mountpoint="{survivor.path}"}} 2.0' in gpufs("metrics", survivor.path).stdout
+
+
 def test_restart_during_a_takeover(survivor: Survivor) -> None:
     """The daemon that has answered dies before it is asked: the next one is."""
     for round_number in range(3):

@@ -19,6 +19,7 @@ import torch
 from support.cli import fails
 from support.mounting import GPUFS, REPOSITORY
 from support.processes import PATIENCE
+from support.stores import Model, web_server
 
 import gpufs.torch
 
@@ -424,6 +425,23 @@ def test_in_a_running_program(weights: Path) -> None:
     assert found == [[0, 2], [2, 0], [1, 0]]
 
 
+def test_a_loader_that_asks_for_the_cpu(weights: Path) -> None:
+    """As ComfyUI's does: all of host memory is in place, until a module is filled with copies."""
+    script = """
+        import torch, safetensors
+        with safetensors.safe_open(sys.argv[1], framework="pt", device=torch.device("cpu").type) as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}
+        module = torch.nn.Module()
+        module.a = torch.nn.Parameter(torch.empty(4000))
+        answer = [kinds(found.values())]
+        for assign in (False, True):
+            module.load_state_dict({"a": found["a"]}, assign=assign)
+            answer.append(kinds(module.parameters()))
+        print(json.dumps(answer))
+    """
+    assert in_program(script, weights, quiet=True) == [[2, 0], [0, 1], [1, 0]]
+
+
 def test_what_a_user_has_mistaken_is_named(weights: Path, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("import safetensors, sys; safetensors.safe_open(sys.argv[1], 'pt')")
@@ -437,6 +455,46 @@ def test_what_a_user_has_mistaken_is_named(weights: Path, tmp_path: Path) -> Non
         command = [*words, sys.executable, str(script), str(elsewhere if words else weights)]
         done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
         assert done.stderr.startswith(line)
+
+
+def test_a_name_of_the_hub(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gpufs run --hub` loads a model by its name into the mount, once, and it is in place; else a line says so."""
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    small("qwen3").save_pretrained(tmp_path / "model")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    script = tmp_path / "program.py"
+    script.write_text(
+        textwrap.dedent(WHERE) + "import transformers\n"
+        "model = transformers.AutoModel.from_pretrained(sys.argv[1])\nprint(kinds(model.parameters()))\n"
+    )
+
+    def run(*words: object) -> tuple[int, str]:
+        """How many tensors are not in place, and standard error."""
+        command = [*GPUFS, "run", *map(str, words), sys.executable, str(script), "org/model"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10 * PATIENCE, check=False)
+        assert done.returncode == 0, done.stderr
+        inside, outside = json.loads(done.stdout.splitlines()[-1])
+        assert inside + outside
+        return outside, done.stderr
+
+    with web_server() as server, web_server() as server.redirects_to:
+        server.models["org/model"] = Model(files, lfs=tuple(name for name in files if name.endswith(".safetensors")))
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        for _ in range(2):
+            outside, _ = run("--hub", root / "hub")
+            assert outside == 0
+        asked = [request.path for request in server.redirects_to.requests]
+        assert len(asked) == len(set(asked))
+        outside, warning = run()
+        assert outside
+        assert "--hub" in warning
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        (root / "copied").mkdir()
+        subprocess.run([*GPUFS, "cp", "-a", tmp_path / "home/hub/models--org--model", root / "copied"], check=True)
+        assert run("--hub", root / "copied")[0] == 0
+    assert "not on a gpufs mount" in fails(1, "run", "--hub", tmp_path / "elsewhere/hub", "true")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_programs_that_cannot_be_run(tmp_path: Path) -> None:

@@ -255,6 +255,7 @@ gpufs_status gpufs_engine_device_info(gpufs_handle engine, int32_t device, gpufs
     info->numa_node = known.numa_node;
     info->total_bytes = known.total_bytes;
     info->granule = known.granule;
+    info->slot_bytes = context->slabs() != nullptr ? context->slabs()->largest() : 0;
     info->cpu_addressable = known.cpu_addressable ? 1 : 0;
     info->fastpath_memory = known.files_reach_memory ? 1 : 0;
     info->host_tier = known.host_tier ? 1 : 0;
