@@ -1,7 +1,7 @@
 """The volumes of a plug-in, in a file from which it continues after a kill.
 
 A volume is in the file before anything of it exists, and until nothing of it does. The file has no secrets. If it is
-lost, the plug-in finds its volumes by what is bound.
+lost, the kubelet's next call for a volume that is bound puts it there again.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class State:
     ----------
     directory : str
         Its path.
-    is_new : bool
-        Whether it had no file of volumes.
     key : bytes
         Of this node, for the identity of secrets.
     """
@@ -56,7 +54,7 @@ class State:
             os.fchmod(self._fd, 0o700)
             self._lock_directory()
             self.key = self._read_key()
-            self._saved, self.is_new = self._read()
+            self._saved = self._read()
         except BaseException:
             os.close(self._fd)
             raise
@@ -89,19 +87,19 @@ class State:
         except FileNotFoundError:
             return None
 
-    def _read(self) -> tuple[_Saved, bool]:
+    def _read(self) -> _Saved:
         path = os.path.join(self.directory, _FILE)
         content = self._content(_FILE)
         if content is None:
-            return _Saved(), True
+            return _Saved()
         try:
             saved = msgspec.json.decode(content, type=_Saved)
         except ValueError as error:  # msgspec's is one
-            text = f"{path}: {error}: remove it; the plug-in finds its volumes by what is mounted in pods"
+            text = f"{path}: {error}: remove it; what pods show stays, and the kubelet's next calls name the volumes"
             raise OSError(errno.EINVAL, text) from None
         if saved.version != _VERSION:
             raise OSError(errno.EINVAL, f"{path}: is of another version of gpufs ({saved.version})")
-        return saved, False
+        return saved
 
     def _replace(self, name: str, content: bytes) -> None:
         """Write a file that is whole after any crash."""
@@ -126,13 +124,9 @@ class State:
         with self._lock:
             return list(self._saved.volumes)
 
-    def volume(self, volume_id: str, target: str) -> Volume | None:
-        """The volume of this id. One that was found by what is bound has none, and is known by its target."""
-        volumes = self.volumes()
-        found = [one for one in volumes if one.id == volume_id] or [
-            one for one in volumes if (one.id, one.target) == ("", target)
-        ]
-        return found[0] if found else None
+    def volume(self, volume_id: str) -> Volume | None:
+        """The volume of this id."""
+        return next((one for one in self.volumes() if one.id == volume_id), None)
 
     def add(self, volume: Volume) -> None:
         """Add a volume. OSError if it cannot be written."""
