@@ -1,14 +1,15 @@
 """The mount that the service serves: its buffers, memory that programs register, and who uses memory in place."""
 
 import contextlib
+import functools
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from errno import EBUSY, EINVAL, EISDIR, EMFILE, ENODATA, ENOENT, ENOSPC, ESTALE, EXDEV
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from gpufs.engine import Buffer, Lease, Mount, SharedPiece
 from gpufs.modes import COPY_ON_WRITE
@@ -20,6 +21,8 @@ from gpufs.service._scope import RequestScope
 from gpufs.service._user import Limits
 from gpufs.syscalls import trusted
 from gpufs.units import bytes_text
+
+T = TypeVar("T")
 
 # A write through the mount waits as long for the memory of files that have just been removed.
 SPACE_SECONDS: Final = 3.0
@@ -262,8 +265,10 @@ class ServedMount:
     def lease_again(self, holder: Holder, *, writable: bool) -> Lease:
         """Open the lease of a holder again, whose file may be parked. OSError ENOSPC as bring_back()."""
         wanted, label = holder.placement, str(holder.peer)
-        with self._space_explained([holder.ino], parks=False):
-            return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=label, placement=wanted)
+        again = functools.partial(
+            self.mount.lease_again, holder.ino, holder.bytes, writable=writable, label=label, placement=wanted
+        )
+        return self._with_space([holder.ino], again, parks=False)
 
     def check_space(self, inodes: Sequence[int], *, parks: bool) -> None:
         """OSError ENOSPC with the figures unless files can be parked, or come back, together.
@@ -287,15 +292,18 @@ class ServedMount:
                 groups.setdefault(self.mount.inode_get(ino).device, []).append(ino)
         return groups
 
-    @contextlib.contextmanager
-    def _space_explained(self, inodes: Sequence[int], *, parks: bool) -> Iterator[None]:
-        """Have an error about missing memory say how much is missing."""
+    def _with_space(self, inodes: Sequence[int], work: Callable[[], T], *, parks: bool) -> T:
+        """Do what needs memory for files, and again when memory that is just being freed has come.
+
+        OSError ENOSPC as check_space().
+        """
         try:
-            yield
+            return work()
         except OSError as error:
-            if error.errno == ENOSPC:
-                self.check_space(inodes, parks=parks)
-            raise
+            if error.errno != ENOSPC:
+                raise
+        self.check_space(inodes, parks=parks)
+        return work()
 
     def name_of(self, ino: int) -> str | None:
         """Return the path of a file below the root of the mount, None without a name."""
@@ -332,8 +340,7 @@ class ServedMount:
         OSError EOPNOTSUPP without host memory, ENOSPC and EDQUOT if that is full. Small files stay.
         """
         if self.holders.is_left(ino):
-            with self._space_explained([ino], parks=True):
-                self._move(ino, parks=True)
+            self._with_space([ino], lambda: self._move(ino, parks=True), parks=True)
 
     def move(self, inodes: Sequence[int], *, parks: bool) -> None:
         """Move files to the host's memory, or back to their devices, all of them or none. Some have no other place.
@@ -344,8 +351,9 @@ class ServedMount:
             self.check_space(inodes, parks=parks)
         moved: list[int] = []
         try:
-            with self._space_explained(inodes, parks=parks):
-                moved.extend(ino for ino in inodes if self._move(ino, parks=parks))
+            for ino in inodes:
+                if self._with_space(inodes, functools.partial(self._move, ino, parks=parks), parks=parks):
+                    moved.append(ino)
         except OSError as error:
             stuck = []
             for ino in reversed(moved):
