@@ -1,7 +1,7 @@
 """The plug-in: answers the kubelet's calls over gRPC, and repairs what it has answered.
 
-A call about a volume is recorded before anything is done for it. So whatever dies, the next call, or the plug-in's own
-round, finds what there is: it binds again where the node's mount was replaced, and removes what the kubelet forgot.
+The plug-in's own round binds again where the node's mount was replaced, and removes what the kubelet forgot. After a
+restart the plug-in knows the volumes from the kubelet's next calls, and removes only what is bound nowhere.
 What fails in a round is logged, counted and tried again later; the rest of the round goes on.
 """
 
@@ -100,7 +100,9 @@ class _Tries:
 
     def forget_others(self, kind: str, names: Collection[str]) -> None:
         """Forget the failures of this kind that are not of these names."""
-        self._failed = {key: value for key, value in self._failed.items() if key[0] != kind or key[1] in names}
+        for key in list(self._failed):  # a call may add one at the same time
+            if key[0] == kind and key[1] not in names:
+                self._failed.pop(key, None)
 
 
 class Plugin:
@@ -167,6 +169,7 @@ class Plugin:
                 self._remove(known)
             elif all(one.target != request.target_path for one in self._state.volumes()):
                 self._targets.unbind(request.target_path)
+                self._tries.attempt("models", "that no volume needs", self._sweep)  # it was there before a restart
         return CLASSES["NodeUnpublishVolumeResponse"]()
 
     @contextmanager
@@ -205,7 +208,9 @@ class Plugin:
             if not self._targets.has_parent(volume.target):
                 text = f"the directory of target_path does not exist: {os.path.dirname(volume.target)}"
                 raise CallError("FAILED_PRECONDITION", text)
-            is_free = not self._targets.over(volume.target)  # else a plug-in whose state was lost has bound one
+            is_free = not self._targets.over(
+                volume.target
+            )  # else it was bound before a restart
             if is_free:
                 self._targets.unbind(volume.target)  # refuses what is not empty, before anything is fetched
             self._state.add(volume)
@@ -218,8 +223,7 @@ class Plugin:
                 with suppress(OSError, CallError):
                     if is_free:
                         self._targets.unbind(volume.target)
-                with suppress(OSError):
-                    self._forget(volume)
+                self._forget(volume)
             raise
         with self._lock:
             self._secrets[volume.target] = dict(secrets)
