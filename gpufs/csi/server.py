@@ -114,10 +114,8 @@ class Plugin:
         self._state = State(options.state)
         self._targets = Targets(options.kubelet)
         self._models = Models(options.mountpoint, self._state.directory, self._state.models)
-        self._lock = threading.Condition()  # guards the two below
+        self._lock = threading.Condition()  # guards what is below
         self._busy: dict[str, bool] = {}  # volumes, by their targets, and whether the plug-in's own round has them
-        # Secrets of published volumes by their targets, for models that must be fetched again. No file has them.
-        self._secrets: dict[str, dict[str, str]] = {}
         self.registry = CollectorRegistry()
         failures = Counter("gpufs_csi_failures", "What failed, and is tried again", ["kind"], registry=self.registry)
         self._tries = _Tries(failures)
@@ -156,7 +154,7 @@ class Plugin:
         volume = volumes.volume_of(request, self._state.key)
         self._targets.path_of(volume.target)
         with self._only_call_for(volume.target):
-            self._publish(volume, dict(request.secrets), _wait_within(context, volume.source))
+            self._publish(volume, request.secrets, _wait_within(context, volume.source))
         return CLASSES["NodePublishVolumeResponse"]()
 
     def node_unpublish_volume(self, request: Any, context: Any) -> Any:
@@ -208,9 +206,7 @@ class Plugin:
             if not self._targets.has_parent(volume.target):
                 text = f"the directory of target_path does not exist: {os.path.dirname(volume.target)}"
                 raise CallError("FAILED_PRECONDITION", text)
-            is_free = not self._targets.over(
-                volume.target
-            )  # else it was bound before a restart
+            is_free = not self._targets.over(volume.target)  # else it was bound before a restart
             if is_free:
                 self._targets.unbind(volume.target)  # refuses what is not empty, before anything is fetched
             self._state.add(volume)
@@ -225,8 +221,6 @@ class Plugin:
                         self._targets.unbind(volume.target)
                 self._forget(volume)
             raise
-        with self._lock:
-            self._secrets[volume.target] = dict(secrets)
 
     def _show(self, volume: Volume, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
         """Fetch a volume's model and bind it."""
@@ -244,8 +238,6 @@ class Plugin:
 
     def _forget(self, volume: Volume) -> None:
         """Remove what is recorded of a volume that is bound nowhere, and its model if that is not needed any more."""
-        with self._lock:
-            self._secrets.pop(volume.target, None)
         self._state.remove(volume)
         self._release(volume.model)
         log.info("volume %s is gone", volume.id)
@@ -293,19 +285,15 @@ class Plugin:
                 log.info("the pod of volume %s is gone", volume.id)
                 self._remove(volume)
                 return
-            with self._lock:
-                secrets = self._secrets.get(volume.target)
-            if self._is_bound(volume):
-                return
-            if volume.credentials and secrets is None and not self._models.is_there(volume.model):
-                return  # the kubelet publishes it again, with the secret
+            if self._is_bound(volume) or (volume.credentials and not self._models.is_there(volume.model)):
+                return  # or the kubelet publishes it again, with the secret
             deadline = time.monotonic() + _REPAIR_SECONDS
 
             def proceed(progress: str) -> None:
                 if time.monotonic() > deadline:  # the fetch goes on; other volumes come next
                     raise CallError("ABORTED", progress)
 
-            self._show(volume, secrets or {}, proceed)
+            self._show(volume, {}, proceed)
 
 
 def _wait_within(context: Any, source: str) -> Callable[[str], None]:
