@@ -450,7 +450,7 @@ def _mark(directory: int, name: str) -> Mark | None:
     try:
         with open(syscalls.open_beneath(directory, f"{name}/{_MARK}".encode(), _READ), "rb") as file:
             return msgspec.json.decode(file.read(_MOST_MARK), type=Mark)
-    except (OSError, ValueError) as error:  # msgspec's is one, and that of bytes that are no text
+    except (OSError, ValueError) as error:  # msgspec's is one, and that of bytes that are not UTF-8
         if isinstance(error, OSError) and error.errno not in _NOT_THERE:
             raise
         return None

@@ -222,7 +222,9 @@ def _need(condition: bool, what: str) -> None:
 def _numbers(values: Any) -> tuple[int, ...]:
     numbers: Any = values.shape if type(values) is Size else values
     _need(type(numbers) is tuple and len(numbers) <= _MAX_DIMENSIONS, "a shape or strides of another kind")
-    _need(all(type(one) is int and 0 <= one <= MAX_EXTENT for one in numbers), "a shape or strides that are no numbers")
+    _need(
+        all(type(one) is int and 0 <= one <= MAX_EXTENT for one in numbers), "a shape or strides that are not numbers"
+    )
     return tuple(numbers)
 
 
@@ -288,7 +290,7 @@ def _layout(name: Any) -> TorchLayout:
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
-    _need(type(real) is float and type(imaginary) is float, "a complex number that is none")
+    _need(type(real) is float and type(imaginary) is float, "a complex number of something else than two floats")
     return complex(real, imaginary)
 
 
@@ -329,7 +331,9 @@ def _check_key(budget: Budget, key: Any) -> None:
     """Check a key of a dict, or an item of a set: its hash must not take long, nor its text much memory."""
     several = type(key) is tuple and len(key) <= _MAX_DIMENSIONS
     for part in key if several else (key,):
-        _need(isinstance(part, _ATOMS if several else (*_ATOMS, *_KEY_LEAVES)), "a key that is no text and no number")
+        _need(
+            isinstance(part, _ATOMS if several else (*_ATOMS, *_KEY_LEAVES)), "a key that is neither text nor a number"
+        )
         _need(not isinstance(part, (str, bytes)) or len(part) <= MAX_NAME, f"a key of more than {MAX_NAME} characters")
     budget.take(_STEP_BYTES)
 
@@ -430,12 +434,12 @@ class _Machine:
         return data.decode("utf-8", "surrogatepass")
 
     def append(self, items: list[Any]) -> None:
-        _need(type(self.stack[-1]) is list, "something that is no list, to which it appends")
+        _need(type(self.stack[-1]) is list, "items that are appended to something other than a list")
         self.stack[-1].extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        _need(type(target) in _DICTS, "something that is no dict, of which it sets items")
+        _need(type(target) in _DICTS, "items that are set in something other than a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             _check_key(self._budget, key)
             target[key] = value
@@ -468,7 +472,10 @@ class _Machine:
     def set_state(self) -> None:
         (state,) = self.pop(1)
         # The dict of a module has its version in an attribute.
-        _need(type(self.stack[-1]) is OrderedDict and type(state) is dict, "attributes of no dict of a module")
+        _need(
+            type(self.stack[-1]) is OrderedDict and type(state) is dict,
+            "attributes of something other than the dict of a module",
+        )
         fits = all(type(name) is str and not hasattr(OrderedDict, name) for name in state)
         _need(fits, "attributes that replace those of a dict")
         self._budget.take(_STEP_BYTES * len(state))
