@@ -4,7 +4,7 @@ A message is one SOCK_SEQPACKET packet: a msgpack map, at most MAX_MESSAGE bytes
 a kind is there, and no other: both sides know the version they speak.
 
 A new message is a class here, with the bounds of its fields, and, if it is a Request whose answer is not Done, with its
-``answer``; a row in service/rights.py and docs/security.md, which say who may send it; a case in service/_client.py; a
+``answer``; a row with the allowed senders in service/rights.py and docs/security.md; a case in service/_client.py; a
 method in client/_connection.py; a row in docs/protocol.md.
 """
 

@@ -45,7 +45,7 @@ _DRIVER = "gpufs.dev"
     "--state-dir",
     metavar="DIR",
     shell_complete=complete_directories,
-    help="Where volumes are recorded; by default DIR/plugins/NAME/state of the kubelet.",
+    help="Where the key of the node is; by default DIR/plugins/NAME/state of the kubelet.",
 )
 @click.option("--label-node", is_flag=True, help="Label the node with the models that its mount has.")
 @click.option(

@@ -64,8 +64,7 @@ class Attachment:
         self.size = answer.size
         self.placement = answer.placement
         self.mapping = mapping
-        # What follows the file, and how each takes over the newest version. False: there is none, or it is unusable.
-        self.followers: weakref.WeakKeyDictionary[Any, Callable[[Any], bool]] = weakref.WeakKeyDictionary()
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()  # each a gpufs.Follower
         self.layout: Any = None  # of the version in use, if something follows the file
         self.following = threading.RLock()  # one change of the version at a time, with what the followers do then
         self.is_lost = False  # the memory is mapped no longer, since a change of the version failed in the middle
@@ -143,7 +142,7 @@ class Attachment:
     def take_newest(self) -> bool:
         """Take over the newest version if somebody follows the file."""
         with self.following:
-            return any(take(follower) for follower, take in list(self.followers.items())[:1])  # for all of them
+            return any(follower.take_newest() for follower in list(self.followers)[:1])  # for all of them
 
     def take_version(self, path: str, check: Callable[[int], object]) -> bool:
         """Map the file that has a name now at the addresses of this one, and end the lease on this one.

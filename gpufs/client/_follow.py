@@ -71,7 +71,7 @@ class Follower(Closing):
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from None
         self.metadata: dict[str, str] = attachment.layout.metadata
-        attachment.followers[self] = Follower._take_newest
+        attachment.followers.add(self)
 
     def update(self) -> bool:
         """Take over the newest version, if there is one.
@@ -139,7 +139,7 @@ class Follower(Closing):
             return layout
 
         with attachment.following:
-            followers = [each for each in list(attachment.followers) if isinstance(each, Follower)]
+            followers: list[Follower] = list(attachment.followers)
             for follower in followers:
                 if follower._check is not None and follower.is_whole:
                     follower._check()
@@ -166,7 +166,7 @@ class Follower(Closing):
             self.version += 1
             return True
 
-    def _take_newest(self) -> bool:
+    def take_newest(self) -> bool:
         """Update memory that goes to sleep or wakes. False if that fails, too: the old version stays."""
         attachment = self._attachment
         if attachment is None:
@@ -183,7 +183,7 @@ class Follower(Closing):
         """Follow no longer. The memory stays what it is. A second call does nothing."""
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
-            attachment.followers.pop(self, None)
+            attachment.followers.discard(self)
             if self._closed is not None:
                 self._closed()
 

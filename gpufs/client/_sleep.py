@@ -107,15 +107,7 @@ def when_asked(sleep: Asked | None = None, wake: Asked | None = None) -> None:
         None: `gpufs.sleep` and `gpufs.wake` themselves, for programs that use attached memory only while nobody asks.
         A later call replaces both.
     """
-    _listeners.set(sleep or _sleep_paths, wake or _wake_paths)
-
-
-def _sleep_paths(paths: list[str]) -> None:
-    sleep(paths)
-
-
-def _wake_paths(paths: list[str]) -> None:
-    wake(paths)
+    _listeners.set({"sleep": sleep, "wake": wake})
 
 
 def change(found: Sequence[Attachment], what: Move) -> int:
@@ -185,16 +177,13 @@ class _Listeners:
     """The threads that wait for questions about this program's files, one for each mount."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all below
-        self._sleep: Asked = _sleep_paths
-        self._wake: Asked = _wake_paths
+        self._lock = threading.Lock()  # guards the two below
+        self._functions: dict[Move, Asked | None] = {}  # none before when_asked() is called
         self._mounts: set[int] = set()  # by st_dev
-        self._active = False
 
-    def set(self, sleep: Asked, wake: Asked) -> None:
+    def set(self, functions: dict[Move, Asked | None]) -> None:
         with self._lock:
-            self._sleep, self._wake = sleep, wake
-            self._active = True
+            self._functions = functions
         for attachment in attachments(self.watch):
             self.watch(attachment)
 
@@ -202,7 +191,7 @@ class _Listeners:
         """Listen for what is asked about the mount of an attachment."""
         st_dev = attachment.identity[0]
         with self._lock:
-            if not self._active or st_dev in self._mounts:
+            if not self._functions or st_dev in self._mounts:
                 return
             threading.Thread(target=self._listen, args=(st_dev,), name="gpufs-asked", daemon=True).start()
             self._mounts.add(st_dev)
@@ -219,13 +208,11 @@ class _Listeners:
     def _answer(self, st_dev: int, inodes: Sequence[int], what: Move) -> str:
         """Do what is asked; return why that failed, or "". One question after the other, in their order."""
         asked = {(st_dev, inode) for inode in inodes}
-        wakes = what == "wake"
-        concerned = [each for each in attachments() if each.identity in asked and each.is_asleep == wakes]
+        concerned = [each for each in attachments() if each.identity in asked and each.is_asleep == (what == "wake")]
         paths = list(dict.fromkeys(each.path for each in concerned))
         if not paths:
             return ""
-        with self._lock:
-            function = self._wake if wakes else self._sleep
+        function = self._functions[what] or (lambda paths: change(chosen(paths), what))
         try:
             function(paths)
         except Exception as error:  # noqa: BLE001 - shown here, and to the user of the shell

@@ -2,5 +2,5 @@
 
 :mod:`gpufs.csi.server` answers the kubelet's calls. :mod:`gpufs.csi.volumes` says what a volume is and which are
 refused, :mod:`gpufs.csi.models` puts models on the mount and removes them, :mod:`gpufs.csi.binding` binds them into
-pods, :mod:`gpufs.csi.state` is what a plug-in that was killed finds again, :mod:`gpufs.csi.labels` labels the node.
+pods, :mod:`gpufs.csi.state` has the volumes, :mod:`gpufs.csi.labels` labels the node.
 """

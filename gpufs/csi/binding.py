@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -47,10 +47,6 @@ class Targets:
                     return f"{self._kubelet}/{below}"
         text = f"target_path {target!r} is not a path of a volume below {self._named}"
         raise CallError("INVALID_ARGUMENT", text[:1000])
-
-    def target_of(self, path: str) -> str | None:
-        """Return the kubelet's name for a path as the kernel lists it, None outside of its directory."""
-        return f"{self._named}{path.removeprefix(self._kubelet)}" if path.startswith(f"{self._kubelet}/") else None
 
     @contextmanager
     def _parent(self, target: str) -> Iterator[tuple[int, str]]:
@@ -135,21 +131,16 @@ def _bind(source: int, end: int) -> bool:
     return True
 
 
-def is_bound(place: str, mount: MountEntry, paths: Iterable[str], entries: Iterable[MountEntry]) -> bool:
-    """Return whether a target shows one of these paths of the mount as it should. Asks no file system.
+def is_bound(place: str, mount: MountEntry, path: str) -> bool:
+    """Return whether a target shows a path of the mount as it should. Asks no file system.
 
-    ``place``: as :meth:`Targets.path_of` returns it. ``entries``: what mounting.listed() has returned.
+    ``place``: as :meth:`Targets.path_of` returns it.
     """
-    # The last one of a place is the uppermost.
-    found = {
-        one.mountpoint: one for one in entries if one.mountpoint == place or one.mountpoint.startswith(f"{place}/")
-    }
+    found = {one.mountpoint: one for one in mounting.listed()}  # the last one of a place is the uppermost
     here, socket, run = (found.get(one) for one in (place, f"{place}/{SOCKET}", f"{place}/{RUN}"))
     if here is None or socket is None or run is None or "ro" not in here.flags:
         return False
-    return (
-        here.device == socket.device == mount.device and below(mount, here) in paths and below(mount, socket) == SOCKET
-    )
+    return here.device == socket.device == mount.device and (below(mount, here), below(mount, socket)) == (path, SOCKET)
 
 
 def below(mount: MountEntry, entry: MountEntry) -> str:

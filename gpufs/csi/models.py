@@ -88,12 +88,10 @@ class Models:
         Where the node's mount is. It need not be there all the time.
     """
 
-    def __init__(self, mountpoint: str, identity: str, key: bytes, shown: Callable[[], set[Model]]) -> None:
-        """``identity``: of the plug-in, the same after each start. ``key``: a secret. ``shown``: what volumes need."""
+    def __init__(self, mountpoint: str, identity: str, shown: Callable[[], set[Model]]) -> None:
+        """``identity``: of the plug-in, the same after each start. ``shown``: what volumes need."""
         self.mountpoint = os.path.realpath(mountpoint)
         self._suffix = f"-{hashlib.sha256(os.fsencode(identity)).hexdigest()[:8]}"
-        # The second is for a device on which another user has taken the first name.
-        self._folders = (FOLDER, f"{FOLDER}-{hashlib.sha256(key + FOLDER.encode()).hexdigest()[:16]}")
         self._shown = shown
         self._lock = threading.Lock()  # guards the two below
         self._fetches: dict[Model, _Fetch] = {}
@@ -121,9 +119,9 @@ class Models:
         """Return the name of a model's directory."""
         return f"{model.name}{self._suffix}"
 
-    def paths_of(self, model: Model) -> list[str]:
-        """Return the paths below the mount that it can have."""
-        return [f"{model.device}/{folder}/{self.name_of(model)}" for folder in self._folders]
+    def path_of(self, model: Model) -> str:
+        """Return its path below the mount."""
+        return f"{model.device}/{FOLDER}/{self.name_of(model)}"
 
     @contextmanager
     def _root(self) -> Iterator[int]:
@@ -142,29 +140,26 @@ class Models:
             return sorted(filter(DEVICE.fullmatch, os.listdir(root)))
 
     @contextmanager
-    def _folder(self, device: str, *, create: bool = False) -> Iterator[tuple[int, str]]:
-        """Open the directory of models on a device; yield it with its path below the mount.
+    def _folder(self, device: str, *, create: bool = False) -> Iterator[int]:
+        """Open the directory of models on a device. CallError UNAVAILABLE if there is none.
 
-        CallError UNAVAILABLE if there is none, FAILED_PRECONDITION if none can be created.
+        ``create``: what another user has under its name gets another one.
         """
         with self._root() as root:
             if (above := _open(root, device)) is not None:
                 with closed_after(above):
-                    for creates in (False, True) if create else (False,):
-                        for name in self._folders:
-                            if (fd := _open_folder(above, name, create=creates)) is not None:
-                                if creates and name != FOLDER:
-                                    log.warning("another user has %s/%s: models are in %s", device, FOLDER, name)
-                                with closed_after(fd):
-                                    yield fd, f"{device}/{name}"
-                                return
-        text = f"{device}/{FOLDER} is not a directory of root alone: remove it"
-        raise CallError("FAILED_PRECONDITION", text) if create else CallError("UNAVAILABLE", f"no model is on {device}")
+                    if create and (other := _make_folder(above)):
+                        log.warning("another user had %s/%s: it is %s now", device, FOLDER, other)
+                    if (fd := _open_folder(above)) is not None:
+                        with closed_after(fd):
+                            yield fd
+                        return
+        raise CallError("UNAVAILABLE", f"{device}/{FOLDER} is not a directory of root alone, or not there")
 
     def _each(self) -> Iterator[tuple[str, int, str]]:
         """Yield all that this plug-in has: the device, its open directory of models, and the name."""
         for device in self._devices():
-            with suppress(CallError), self._folder(device) as (folder, _):
+            with suppress(CallError), self._folder(device) as folder:
                 for name in sorted(os.listdir(folder)):
                     if name.endswith(self._suffix) or not _SUFFIXED.search(name):  # not another plug-in's
                         yield device, folder, name
@@ -172,7 +167,7 @@ class Models:
     @contextmanager
     def opened(self, model: Model) -> Iterator[int]:
         """Open the directory of a complete model. CallError UNAVAILABLE if it is not there."""
-        with self._folder(model.device) as (folder, _):
+        with self._folder(model.device) as folder:
             if (fd := _open(folder, self.name_of(model))) is not None:
                 with closed_after(fd):
                     if _is_complete(fd):
@@ -185,20 +180,6 @@ class Models:
         with suppress(CallError), self.opened(model):
             return True
         return False
-
-    def shown_by(self, entry: MountEntry) -> Model | None:
-        """Return the model of this plug-in that a mount shows, None if it shows none, or is not the node's.
-
-        OSError or CallError if that does not answer.
-        """
-        mount = self.mount()
-        device, _, below = binding.below(mount, entry).partition("/")
-        folder, _, name = below.partition("/")
-        if entry.device != mount.device or not DEVICE.fullmatch(device) or not name.endswith(self._suffix):
-            return None
-        with self._folder(device) as (fd, path):
-            mark = _mark(fd, name) if path == f"{device}/{folder}" and "/" not in name else None
-            return None if mark is None or self.name_of(mark.model) != name else mark.model
 
     def resident(self) -> dict[str, set[str]]:
         """The sources of all models on the mount, and their devices. OSError or CallError if it does not answer."""
@@ -235,12 +216,13 @@ class Models:
     def remove_unneeded(self, device: str, name: str) -> None:
         """Remove a directory, unless a volume needs it, anything shows it, or it is to stay. OSError if that fails."""
         # A volume is recorded before its model is looked for, which takes this lock. Without a mount there is nothing.
-        with suppress(CallError), self._lock_of(device, _plain(name)), self._folder(device) as (folder, path):
-            if (device, _plain(name)) in self._needed() or self._is_bound(f"{path}/{name}") or _stays(folder, name):
+        path = f"{device}/{FOLDER}/{name}"
+        with suppress(CallError), self._lock_of(device, _plain(name)), self._folder(device) as folder:
+            if (device, _plain(name)) in self._needed() or self._is_bound(path) or _stays(folder, name):
                 return
             with suppress(FileNotFoundError):
                 self._discard(folder, name)
-                log.info("removed %s/%s, which no volume needs", path, name)
+                log.info("removed %s, which no volume needs", path)
 
     def _discard(self, folder: int, name: str) -> None:
         """Remove what has a name; first it loses the name, so that no half of a model has it.
@@ -334,7 +316,7 @@ class Models:
             return
         name = self.name_of(model)
         partial = f"{_PARTIAL}{name}"
-        with self._folder(model.device, create=True) as (folder, _):
+        with self._folder(model.device, create=True) as folder:
             with suppress(FileExistsError):
                 os.mkdir(partial, 0o755, dir_fd=folder)
             with closed_after(os.open(partial, _OPEN, dir_fd=folder)) as target, self._slots:
@@ -427,12 +409,23 @@ def _open(above: int, name: str) -> int | None:
         return None
 
 
-def _open_folder(above: int, name: str, *, create: bool) -> int | None:
-    """Open a directory that only root can search, None if there is none, or anything else."""
-    if create:
-        with suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=above)
-    if (fd := _open(above, name)) is None:
+def _make_folder(above: int) -> str:
+    """Make the directory of models. Return the new name of what another user had there, "" for nothing."""
+    other = ""
+    if (fd := _open_folder(above)) is not None:
+        os.close(fd)
+        return other
+    with suppress(FileNotFoundError):
+        os.rename(FOLDER, name := f"{FOLDER}-{os.urandom(8).hex()}", src_dir_fd=above, dst_dir_fd=above)
+        other = name
+    with suppress(FileExistsError):
+        os.mkdir(FOLDER, 0o700, dir_fd=above)
+    return other
+
+
+def _open_folder(above: int) -> int | None:
+    """Open the directory of models, which only root can search; None if there is none, or anything else."""
+    if (fd := _open(above, FOLDER)) is None:
         return None
     status = os.fstat(fd)
     is_ours = (status.st_uid, status.st_dev) == (0, os.fstat(above).st_dev)
@@ -457,7 +450,7 @@ def _mark(directory: int, name: str) -> Mark | None:
     try:
         with open(syscalls.open_beneath(directory, f"{name}/{_MARK}".encode(), _READ), "rb") as file:
             return msgspec.json.decode(file.read(_MOST_MARK), type=Mark)
-    except (OSError, ValueError) as error:  # msgspec's is one, and that of bytes that are no text
+    except (OSError, ValueError) as error:  # msgspec's is one, and that of bytes that are not UTF-8
         if isinstance(error, OSError) and error.errno not in _NOT_THERE:
             raise
         return None

@@ -1,7 +1,7 @@
 """The plug-in: answers the kubelet's calls over gRPC, and repairs what it has answered.
 
-A call about a volume is recorded before anything is done for it. So whatever dies, the next call, or the plug-in's own
-round, finds what there is: it binds again where the node's mount was replaced, and removes what the kubelet forgot.
+The plug-in's own round binds again where the node's mount was replaced, and removes what the kubelet forgot. After a
+restart the plug-in knows the volumes from the kubelet's next calls, and removes only what is bound nowhere.
 What fails in a round is logged, counted and tried again later; the rest of the round goes on.
 """
 
@@ -17,14 +17,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
 import grpc
-import msgspec
-from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, start_http_server
 
-from gpufs import __version__, mounting
+from gpufs import __version__
 from gpufs.csi import binding, volumes
 from gpufs.csi.binding import Targets
 from gpufs.csi.errors import CallError
@@ -47,7 +45,6 @@ _ROUND_WAIT: Final = 5.0  # of a call for a repair
 _MOST_PAUSE: Final = 120.0
 _GRACE: Final = 5.0
 _SIGNAL_SECONDS: Final = 1.0  # after which a signal that another thread got is noticed, too
-_UNREADABLE: Final = object()  # gRPC answers None itself, and logs a traceback
 
 
 class Options(NamedTuple):
@@ -103,7 +100,9 @@ class _Tries:
 
     def forget_others(self, kind: str, names: Collection[str]) -> None:
         """Forget the failures of this kind that are not of these names."""
-        self._failed = {key: value for key, value in self._failed.items() if key[0] != kind or key[1] in names}
+        for key in list(self._failed):  # a call may add one at the same time
+            if key[0] == kind and key[1] not in names:
+                self._failed.pop(key, None)
 
 
 class Plugin:
@@ -114,26 +113,12 @@ class Plugin:
         self._options = options
         self._state = State(options.state)
         self._targets = Targets(options.kubelet)
-        self._models = Models(options.mountpoint, self._state.directory, self._state.key, self._state.models)
-        self._lock = threading.Condition()  # guards the two below
+        self._models = Models(options.mountpoint, self._state.directory, self._state.models)
+        self._lock = threading.Condition()  # guards what is below
         self._busy: dict[str, bool] = {}  # volumes, by their targets, and whether the plug-in's own round has them
-        # Secrets of published volumes by their targets, for models that must be fetched again. No file has them.
-        self._secrets: dict[str, dict[str, str]] = {}
         self.registry = CollectorRegistry()
         failures = Counter("gpufs_csi_failures", "What failed, and is tried again", ["kind"], registry=self.registry)
         self._tries = _Tries(failures)
-        self._is_lost = self._state.is_new  # what it had is still to be found
-
-    def _find_volumes(self) -> None:
-        """Record the volumes that are bound, after the loss of the state. Their ids come with the kubelet's calls."""
-        known = {volume.target for volume in self._state.volumes()}
-        for entry in mounting.listed():
-            target = self._targets.target_of(entry.mountpoint) if entry.fstype == mounting.FILESYSTEM_TYPE else None
-            if target is not None and target not in known and (model := self._models.shown_by(entry)) is not None:
-                self._state.add(Volume("", target, **msgspec.structs.asdict(model)))
-                known.add(target)
-                log.info("found the volume at %s, which shows %s", target, model.source)
-        self._is_lost = False
 
     def close(self) -> None:
         """End fetches. Volumes stay as they are."""
@@ -169,7 +154,7 @@ class Plugin:
         volume = volumes.volume_of(request, self._state.key)
         self._targets.path_of(volume.target)
         with self._only_call_for(volume.target):
-            self._publish(volume, dict(request.secrets), _wait_within(context, volume.source))
+            self._publish(volume, request.secrets, _wait_within(context, volume.source))
         return CLASSES["NodePublishVolumeResponse"]()
 
     def node_unpublish_volume(self, request: Any, context: Any) -> Any:
@@ -177,11 +162,12 @@ class Plugin:
         volumes.check_names(request.volume_id, request.target_path)
         self._targets.path_of(request.target_path)
         with self._only_call_for(request.target_path):
-            known = self._state.volume(request.volume_id, request.target_path)
+            known = self._state.volume(request.volume_id)
             if known is not None and known.target == request.target_path:
                 self._remove(known)
             elif all(one.target != request.target_path for one in self._state.volumes()):
                 self._targets.unbind(request.target_path)
+                self._tries.attempt("models", "that no volume needs", self._sweep)  # it was there before a restart
         return CLASSES["NodeUnpublishVolumeResponse"]()
 
     @contextmanager
@@ -201,10 +187,7 @@ class Plugin:
                 self._lock.notify_all()
 
     def _publish(self, volume: Volume, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
-        known = self._state.volume(volume.id, volume.target)
-        if known is not None and not known.id and known.model == volume.with_credentials(known.credentials).model:
-            self._state.replace(known, volume.with_credentials(known.credentials))
-            known = self._state.volume(volume.id, volume.target)
+        known = self._state.volume(volume.id)
         if known is not None:
             if known.target != volume.target:
                 text = f"the volume is published at another target_path: {known.target}"
@@ -218,11 +201,12 @@ class Plugin:
                 self._state.replace(known, volume)
                 self._release(known.model)
         else:
-            self._check_free(volume)
+            if any(one.target == volume.target for one in self._state.volumes()):
+                raise CallError("FAILED_PRECONDITION", f"another volume is at {volume.target}")
             if not self._targets.has_parent(volume.target):
                 text = f"the directory of target_path does not exist: {os.path.dirname(volume.target)}"
                 raise CallError("FAILED_PRECONDITION", text)
-            is_free = not self._targets.over(volume.target)  # else a plug-in whose state was lost has bound one
+            is_free = not self._targets.over(volume.target)  # else it was bound before a restart
             if is_free:
                 self._targets.unbind(volume.target)  # refuses what is not empty, before anything is fetched
             self._state.add(volume)
@@ -235,16 +219,8 @@ class Plugin:
                 with suppress(OSError, CallError):
                     if is_free:
                         self._targets.unbind(volume.target)
-                with suppress(OSError):
-                    self._forget(volume)
+                self._forget(volume)
             raise
-        with self._lock:
-            self._secrets[volume.target] = dict(secrets)
-
-    def _check_free(self, volume: Volume) -> None:
-        """Raise CallError FAILED_PRECONDITION if a new volume cannot be at its target."""
-        if any(one.target == volume.target for one in self._state.volumes()):
-            raise CallError("FAILED_PRECONDITION", f"another volume is at {volume.target}")
 
     def _show(self, volume: Volume, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
         """Fetch a volume's model and bind it."""
@@ -262,8 +238,6 @@ class Plugin:
 
     def _forget(self, volume: Volume) -> None:
         """Remove what is recorded of a volume that is bound nowhere, and its model if that is not needed any more."""
-        with self._lock:
-            self._secrets.pop(volume.target, None)
         self._state.remove(volume)
         self._release(volume.model)
         log.info("volume %s is gone", volume.id)
@@ -273,8 +247,8 @@ class Plugin:
         self._tries.attempt("model", self._models.name_of(model), partial(self._models.release, model))
 
     def _is_bound(self, volume: Volume) -> bool:
-        place, paths = self._targets.path_of(volume.target), self._models.paths_of(volume.model)
-        return binding.is_bound(place, self._models.mount(), paths, mounting.listed())
+        place, path = self._targets.path_of(volume.target), self._models.path_of(volume.model)
+        return binding.is_bound(place, self._models.mount(), path)
 
     # ---- the plug-in's own round ----
 
@@ -282,14 +256,12 @@ class Plugin:
         """Repair volumes until ``stopped``."""
         rounds, labels = 0, self._options.labels
         while True:
-            if self._is_lost:
-                self._tries.attempt("volumes", "that are bound", self._find_volumes)
             known = self._state.volumes()
             for volume in known:
                 if stopped.is_set():
                     return
-                self._tries.attempt("volume", volume.id or volume.target, partial(self._repair_alone, volume))
-            self._tries.forget_others("volume", [volume.id or volume.target for volume in known])
+                self._tries.attempt("volume", volume.id, partial(self._repair, volume))
+            self._tries.forget_others("volume", [volume.id for volume in known])
             if rounds % _SWEEP_ROUNDS == 0:
                 self._tries.attempt("models", "that no volume needs", self._sweep)
             if labels is not None:
@@ -305,31 +277,23 @@ class Plugin:
             self._tries.attempt("model", name, partial(self._models.remove_unneeded, device, name))
         self._tries.forget_others("model", [name for _, name in found])
 
-    def _repair_alone(self, volume: Volume) -> None:
-        with self._only_call_for(volume.target, is_round=True):
-            self._repair(volume)
-
     def _repair(self, volume: Volume) -> None:
-        if volume not in self._state.volumes():
-            return  # unpublished since
-        if not self._targets.has_parent(volume.target):
-            log.info("the pod of volume %s is gone", volume.id)
-            self._remove(volume)
-            return
-        with self._lock:
-            secrets = self._secrets.get(volume.target)
-        if self._is_bound(volume):
-            return
-        if volume.credentials and secrets is None and not self._models.is_there(volume.model):
-            return  # the kubelet publishes it again, with the secret
+        with self._only_call_for(volume.target, is_round=True):
+            if volume not in self._state.volumes():
+                return  # unpublished since
+            if not self._targets.has_parent(volume.target):
+                log.info("the pod of volume %s is gone", volume.id)
+                self._remove(volume)
+                return
+            if self._is_bound(volume) or (volume.credentials and not self._models.is_there(volume.model)):
+                return  # or the kubelet publishes it again, with the secret
+            deadline = time.monotonic() + _REPAIR_SECONDS
 
-        began = time.monotonic()
+            def proceed(progress: str) -> None:
+                if time.monotonic() > deadline:  # the fetch goes on; other volumes come next
+                    raise CallError("ABORTED", progress)
 
-        def proceed(progress: str) -> None:
-            if time.monotonic() > began + _REPAIR_SECONDS:  # the fetch goes on; other volumes come next
-                raise CallError("ABORTED", progress)
-
-        self._show(volume, secrets or {}, proceed)
+            self._show(volume, {}, proceed)
 
 
 def _wait_within(context: Any, source: str) -> Callable[[str], None]:
@@ -347,33 +311,19 @@ def _wait_within(context: Any, source: str) -> Callable[[str], None]:
 # ---- gRPC ----
 
 
-def _decoded(message: Any, data: bytes) -> Any:
-    """Return a request, _UNREADABLE for bytes that are none."""
-    try:
-        return message.FromString(data)
-    except DecodeError:
-        return _UNREADABLE
-
-
 def _answer(call: Callable[[Any, Any], Any], request: Any, context: Any) -> Any:
     try:
-        if request is _UNREADABLE:
-            raise CallError("INVALID_ARGUMENT", "the request is not a message of CSI")
         return call(request, context)
     except CallError as error:
-        _refuse(context, error)
+        failure = error
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
-        _refuse(context, CallError.of(error, f"{named}{error.strerror or error}"))
+        failure = CallError.of(error, f"{named}{error.strerror or error}")
     except Exception:
         log.exception("a call failed")
-        _refuse(context, CallError("INTERNAL", "a fault of the plug-in, which its log shows"))
-
-
-def _refuse(context: Any, error: CallError) -> NoReturn:
-    log.info("%s: %s", error.code, error)
-    context.abort(grpc.StatusCode[error.code], str(error))
-    raise AssertionError  # abort() does not return
+        failure = CallError("INTERNAL", "a fault of the plug-in, which its log shows")
+    log.info("%s: %s", failure.code, failure)
+    return context.abort(grpc.StatusCode[failure.code], str(failure))
 
 
 def _handlers(plugin: Plugin) -> Iterator[grpc.GenericRpcHandler]:
@@ -383,7 +333,7 @@ def _handlers(plugin: Plugin) -> Iterator[grpc.GenericRpcHandler]:
             method = getattr(plugin, re.sub(r"\B([A-Z])", r"_\1", call).lower())
             methods[call] = grpc.unary_unary_rpc_method_handler(
                 partial(_answer, method),
-                request_deserializer=partial(_decoded, CLASSES[f"{call}Request"]),
+                request_deserializer=CLASSES[f"{call}Request"].FromString,
                 response_serializer=CLASSES[f"{call}Response"].SerializeToString,
             )
         yield grpc.method_handlers_generic_handler(f"{PACKAGE}.{service}", methods)

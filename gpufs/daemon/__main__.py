@@ -151,7 +151,7 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
         mount.start()
         log.info("gpufs %s serves %s with driver %s", __version__, request.mountpoint, opened.driver)
         try:
-            trio.run(serving.run, RequestLoop(control, operations, TASKS), operations)
+            trio.run(serving.run, RequestLoop(control, operations, TASKS))
         except BaseExceptionGroup as failures:
             _reraise_simplified(failures)
             raise

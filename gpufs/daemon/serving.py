@@ -20,7 +20,7 @@ from gpufs.daemon import devices, environment, mountpoint, takeover
 from gpufs.daemon.keeper import Keeper
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import LauncherAnswer, MountRequest, StartFailure
-from gpufs.fs.connection import Operations, RequestLoop
+from gpufs.fs.connection import RequestLoop
 from gpufs.fs.quotas import Quotas
 from gpufs.service import Kept, Service
 
@@ -51,9 +51,8 @@ _CONTEXT_PAUSE = 60.0
 _KEEPER_PAUSE = 0.2
 # Seconds until the service for clients starts again after it has failed.
 _SERVICE_PAUSE = 5.0
-# Free heap memory is returned every so many seconds if fewer than half of this many inodes or more are left.
-_TRIM_SECONDS = 5.0
-_TRIM_INODES = 1000
+# Seconds between two returns of free heap memory to the system: malloc keeps that of files that have gone.
+_TRIM_SECONDS = 60.0
 # Seconds, at least, until upkeep that has failed is tried again.
 _RETRY_SECONDS = 1.0
 
@@ -95,7 +94,7 @@ class Serving:
         self._flags = self.entry.flags
         self._instructed = self.first_obstacle is None
 
-    async def run(self, connection: RequestLoop, operations: Operations) -> None:
+    async def run(self, connection: RequestLoop) -> None:
         """Answers requests until the mount ends. StartFailure if it does not answer at first."""
         self._connection = connection
         if self.died is not None:
@@ -110,7 +109,7 @@ class Serving:
             # The files do not depend on these.
             nursery.start_soon(keep_up, "following remounts", self._watch_flags, _FLAGS_PAUSE)
             nursery.start_soon(keep_up, "publishing statistics", self._publish_statistics, _PUBLISH_SECONDS)
-            nursery.start_soon(keep_up, "returning heap memory", self._heap_trimmer(operations), _TRIM_SECONDS)
+            nursery.start_soon(keep_up, "returning heap memory", self._trim_heap, _TRIM_SECONDS)
             if self.died is not None:
                 nursery.start_soon(keep_up, "freeing forgotten files", self._release_forgotten, _FORGOTTEN_PAUSE)
             if self.keeper is not None:
@@ -329,19 +328,8 @@ class Serving:
         """Write the gauges to the counters' file."""
         self.mount.engine.statistics_publish()
 
-    def _heap_trimmer(self, operations: Operations) -> Callable[[], Awaitable[None]]:
-        """Returns the heap's free memory to the system after many files have gone; malloc keeps most of it."""
-        most = 0
-
-        async def trim() -> None:
-            nonlocal most
-            inodes = self.mount.inodes() + operations.host_inodes
-            most = max(most, inodes)
-            if most >= _TRIM_INODES and inodes < most // 2:
-                most = inodes
-                syscalls.trim_heap()
-
-        return trim
+    async def _trim_heap(self) -> None:
+        await threads.run(syscalls.trim_heap)
 
     async def _feed_watchdog(self) -> None:
         """Report to the service manager that the control plane runs."""

@@ -235,10 +235,6 @@ class Mount(Handle):
         """Return how many regular files a device has, those without a name included."""
         return int(result_of(NUMBER, lib.gpufs_mount_files, self._handle, device))
 
-    def inodes(self) -> int:
-        """Return how many inodes the mount has in memory."""
-        return self.files(lib.GPUFS_ALL_INODES)
-
     def set_access_times(self, policy: int, *, not_directories: bool) -> None:
         """Set which reads change access times: RELATIME, STRICTATIME, NOATIME; ``not_directories``: nodiratime too."""
         check(lib.gpufs_mount_access_times(self._handle, policy, not_directories))

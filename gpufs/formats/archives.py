@@ -7,9 +7,12 @@ Nothing else is imported or called.
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import pickle
 import struct
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,16 +29,9 @@ from gpufs.formats.safetensors import MAX_NAME, without_garbage_collection
 
 MAGIC: Final = b"PK\x03\x04"
 EMPTY_MAGIC: Final = b"PK\x05\x06"  # of an archive without members
-_END: Final = struct.Struct("<4s4x2H2L2x")  # of the directory: members here and in all, its bytes and offset
-_LONG_END_PLACE: Final = struct.Struct("<4s4xQ4x")
-_LONG_END: Final = struct.Struct("<4s20x4Q")
-_ENTRY: Final = struct.Struct("<4s4x2H8x2L3H8xL")  # flags, method, bytes stored and of the content, lengths, offset
 _LOCAL: Final = struct.Struct("<4s22x2H")  # the lengths of the name and of the extra field, which precede the data
-_LONG_FIELD: Final = 1  # what an extra field has for numbers that do not fit
-_UTF8: Final = 1 << 11
 _ENCRYPTED: Final = 1
-_MAX_COMMENT: Final = (1 << 16) - 1
-_MEMBER_BYTES: Final = 256
+_DIRECTORY_FACTOR: Final = 8  # of what the directory takes, parsed
 _PICKLE: Final = "data.pkl"
 _MAX_PICKLE: Final = 1 << 26
 _MAX_DIMENSIONS: Final = 64
@@ -75,74 +71,67 @@ class Member:
     bytes: int
 
 
+class _Seekable:
+    """What zipfile reads of a file: within its budget, and nothing beyond its end."""
+
+    def __init__(self, file: BoundedFile) -> None:
+        self._file = file
+        self._position = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
+        if self._position < 0:
+            raise OSError(errno.EINVAL, "before the beginning")
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(self._file.size - self._position, 0)
+        count = left if count < 0 else min(count, left)
+        self._file.take(_DIRECTORY_FACTOR * count)
+        self._position += count
+        return self._file.read(self._position - count, count)
+
+
 def read_members(file: BoundedFile) -> dict[str, Member]:
     """Find the members of a zip archive by name, in the order of its directory.
 
     FormatError if it is damaged, a member is compressed or encrypted, or two members overlap.
     """
-    directory = _directory(file)
+    try:
+        found = zipfile.ZipFile(_Seekable(file)).infolist()
+    except FormatError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged directory raises several kinds
+        raise FormatError(f"the zip archive is damaged or incomplete: {error}") from None
     members: dict[str, Member] = {}
-    place = 0
-    while place < len(directory):
-        if not directory.startswith(b"PK\1\2", place) or place + _ENTRY.size > len(directory):
-            raise FormatError("the zip archive is damaged: its directory has something that is not a member")
-        _, flags, method, stored, size, *lengths, offset = _ENTRY.unpack_from(directory, place)
-        begin, middle = place + _ENTRY.size, place + _ENTRY.size + lengths[0]
-        file.take(_MEMBER_BYTES + 4 * lengths[0])
-        extra = directory[middle : middle + lengths[1]]
-        name = directory[begin:middle].decode("utf-8" if flags & _UTF8 else "cp437", "replace")
-        place = middle + lengths[1] + lengths[2]
+    for each in found:
+        name = each.orig_filename
         if name.endswith("/"):
             continue
-        size, stored, offset = _long_numbers(extra, size, stored, offset)
-        if method or flags & _ENCRYPTED:
-            how = "encrypted" if flags & _ENCRYPTED else "compressed"
+        if each.compress_type or each.flag_bits & _ENCRYPTED:
+            how = "encrypted" if each.flag_bits & _ENCRYPTED else "compressed"
             text = f"member {name!r} is {how}, so its bytes are not in the file as they are"
             raise FormatError(f"{text}: numpy.load() reads compressed arrays")
         if name in members:
             raise FormatError(f"member {name!r} appears twice")
-        magic, *between = _LOCAL.unpack(file.read(offset, _LOCAL.size))
-        if magic != MAGIC or stored != size:
-            raise FormatError(f"no member of {size} bytes begins at offset {offset}, where {name!r} should be")
-        member = Member(name, offset + _LOCAL.size + sum(between), size)
-        if member.offset + size > file.size:
-            raise FormatError(f"member {name!r} ends at {member.offset + size}, and the archive has {file.size} bytes")
-        members[name] = member
+        magic, *between = _LOCAL.unpack(file.read(each.header_offset, _LOCAL.size))
+        if magic != MAGIC or each.compress_size != each.file_size:
+            text = (
+                f"no member of {each.file_size} bytes begins at offset {each.header_offset}, where {name!r} should be"
+            )
+            raise FormatError(text)
+        members[name] = Member(name, each.header_offset + _LOCAL.size + sum(between), each.file_size)
     end = 0
     for member in sorted(members.values(), key=lambda each: each.offset):
         if member.offset < end:
             raise FormatError(f"member {member.name!r} overlaps the one before it")
         end = member.offset + member.bytes
+        if end > file.size:
+            raise FormatError(f"member {member.name!r} ends at {end}, and the archive has {file.size} bytes")
     return members
-
-
-def _directory(file: BoundedFile) -> bytes:
-    """Return the bytes that list the members."""
-    start = max(file.size - _END.size - _MAX_COMMENT, 0)
-    tail = file.read(start, file.size - start)
-    place = tail.rfind(EMPTY_MAGIC, 0, len(tail) - _END.size + len(EMPTY_MAGIC))
-    if place < 0:
-        raise FormatError("the zip archive has no directory at its end: the file is incomplete")
-    *_, size, offset = _END.unpack_from(tail, place)
-    if place >= _LONG_END_PLACE.size:
-        magic, long_end = _LONG_END_PLACE.unpack_from(tail, place - _LONG_END_PLACE.size)
-        if magic == b"PK\6\7":
-            magic, *_, size, offset = _LONG_END.unpack(file.read(long_end, _LONG_END.size))
-            if magic != b"PK\6\6":
-                raise FormatError(f"the zip archive is damaged: its directory does not end at offset {long_end}")
-    return file.read(offset, size)
-
-
-def _long_numbers(extra: bytes, *numbers: int) -> list[int]:
-    """Return the numbers of a member, each from the extra field if that has it."""
-    place, long = 0, b""
-    while place + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, place)
-        place += 4 + length
-        if kind == _LONG_FIELD:
-            long = extra[place - length : place]
-    found = iter(struct.unpack_from(f"<{min(len(long) // 8, len(numbers))}Q", long))
-    return [next(found, number) if number == 0xFFFFFFFF else number for number in numbers]
 
 
 # ---- files of torch.save() ----
@@ -233,7 +222,9 @@ def _need(condition: bool, what: str) -> None:
 def _numbers(values: Any) -> tuple[int, ...]:
     numbers: Any = values.shape if type(values) is Size else values
     _need(type(numbers) is tuple and len(numbers) <= _MAX_DIMENSIONS, "a shape or strides of another kind")
-    _need(all(type(one) is int and 0 <= one <= MAX_EXTENT for one in numbers), "a shape or strides that are no numbers")
+    _need(
+        all(type(one) is int and 0 <= one <= MAX_EXTENT for one in numbers), "a shape or strides that are not numbers"
+    )
     return tuple(numbers)
 
 
@@ -299,7 +290,7 @@ def _layout(name: Any) -> TorchLayout:
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
-    _need(type(real) is float and type(imaginary) is float, "a complex number that is none")
+    _need(type(real) is float and type(imaginary) is float, "a complex number of something else than two floats")
     return complex(real, imaginary)
 
 
@@ -340,7 +331,9 @@ def _check_key(budget: Budget, key: Any) -> None:
     """Check a key of a dict, or an item of a set: its hash must not take long, nor its text much memory."""
     several = type(key) is tuple and len(key) <= _MAX_DIMENSIONS
     for part in key if several else (key,):
-        _need(isinstance(part, _ATOMS if several else (*_ATOMS, *_KEY_LEAVES)), "a key that is no text and no number")
+        _need(
+            isinstance(part, _ATOMS if several else (*_ATOMS, *_KEY_LEAVES)), "a key that is neither text nor a number"
+        )
         _need(not isinstance(part, (str, bytes)) or len(part) <= MAX_NAME, f"a key of more than {MAX_NAME} characters")
     budget.take(_STEP_BYTES)
 
@@ -441,12 +434,12 @@ class _Machine:
         return data.decode("utf-8", "surrogatepass")
 
     def append(self, items: list[Any]) -> None:
-        _need(type(self.stack[-1]) is list, "something that is no list, to which it appends")
+        _need(type(self.stack[-1]) is list, "items that are appended to something other than a list")
         self.stack[-1].extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        _need(type(target) in _DICTS, "something that is no dict, of which it sets items")
+        _need(type(target) in _DICTS, "items that are set in something other than a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             _check_key(self._budget, key)
             target[key] = value
@@ -479,7 +472,10 @@ class _Machine:
     def set_state(self) -> None:
         (state,) = self.pop(1)
         # The dict of a module has its version in an attribute.
-        _need(type(self.stack[-1]) is OrderedDict and type(state) is dict, "attributes of no dict of a module")
+        _need(
+            type(self.stack[-1]) is OrderedDict and type(state) is dict,
+            "attributes of something other than the dict of a module",
+        )
         fits = all(type(name) is str and not hasattr(OrderedDict, name) for name in state)
         _need(fits, "attributes that replace those of a dict")
         self._budget.take(_STEP_BYTES * len(state))

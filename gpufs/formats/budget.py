@@ -64,9 +64,9 @@ class BoundedFile(Budget):
     def read(self, offset: int, count: int) -> bytes:
         """Return ``count`` bytes from ``offset`` on. FormatError if the file does not have them all."""
         self.take(count)
-        data = self._read(offset, count) if offset + count <= self.size else b""
+        data = self._read(offset, count) if 0 <= offset <= self.size - count else b""
         if len(data) < count:
-            raise FormatError(f"its header goes on to byte {offset + count}, beyond the file's {self.size} bytes")
+            raise FormatError(f"its header has bytes {offset} to {offset + count}, and the file {self.size}")
         return data
 
     def beginning(self, count: int) -> bytes:

@@ -107,11 +107,6 @@ class Operations:
         self._control_files = control_files
         self._backing = backing
 
-    @property
-    def host_inodes(self) -> int:
-        """How many inodes of the host the kernel knows."""
-        return self._backing.inode_count if self._backing is not None else 0
-
     def host(self, inode: int) -> BackingHandler:
         """Return the handler of a host's inode. ESTALE for another one: it has just gone from the engine's table."""
         if self._backing is None or inode < FIRST_INODE:

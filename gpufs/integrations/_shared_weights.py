@@ -168,7 +168,7 @@ class SharedWeights:
         """
         self.path.parent.mkdir(0o755, exist_ok=True)
         if self.path.parent not in self._folders():
-            raise PermissionError(f"{self.path.parent} is no directory to which this user alone may write")
+            raise PermissionError(f"{self.path.parent} is not a directory to which this user alone may write")
         file = self._lock(time.monotonic() + seconds, waiting)
         try:
             yield file is not None

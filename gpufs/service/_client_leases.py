@@ -21,6 +21,7 @@ from gpufs.service._served_mount import Holder, ServedMount, check_size
 from gpufs.syscalls import close_all
 
 LeaseRequest: TypeAlias = Attach | Refresh | Detach | Sleep | Wake
+Permit: TypeAlias = Callable[[], tuple[int, bool]]  # the inode, and whether the client may write to it
 Work: TypeAlias = Callable[[], Awaitable[protocol.FinalAnswer | None]]
 
 _STILL: Final = "a private copy does not follow the file: attach it again"
@@ -142,7 +143,7 @@ class ClientLeases:
         """End a lease, if there is one with this number."""
         await self._end(number, self._leases.get(number))
 
-    def accept(self, message: LeaseRequest, scope: RequestScope, permit: Callable[[], tuple[int, bool]]) -> Work:
+    def accept(self, message: LeaseRequest, scope: RequestScope, permit: Permit) -> Work:
         """Return what serves a request, whose scope it uses. ProtocolError if there cannot be such a request."""
         limits = self._served.limits
         client_lease = self._leases.get(message.id)
@@ -154,15 +155,10 @@ class ClientLeases:
                 raise ProtocolError("an attach message whose id is in use")
             if len(self._leases) >= limits.attachments:
                 raise ProtocolError("too many attachments on one connection")
-            try:
-                ino, may_write = permit()
-            except OSError as failure:
-                work = functools.partial(_refuse, failure)
-            else:
-                holder = Holder(self._channel.peer, message.mode, ino=ino, read_only=not may_write)
-                holder.scope = self._channel.new_scope()
-                client_lease = self._leases[message.id] = _ClientLease(holder, holder.scope)
-                work = functools.partial(self._attach, message, client_lease, scope)
+            own = self._channel.new_scope()
+            client_lease = _ClientLease(Holder(self._channel.peer, message.mode, scope=own), own)
+            self._leases[message.id] = client_lease
+            work = functools.partial(self._attach, message, client_lease, scope, permit)
         elif not isinstance(message, Detach) and client_lease is not None and client_lease.busy:
             # The client may have given up the answer to its last request, of which the end has not been sent.
             work = functools.partial(_refuse, OSError(errno.EBUSY, "the last request for it is still being answered"))
@@ -229,13 +225,16 @@ class ClientLeases:
         holders = [_usable(self._leases.get(number), _SLEEPLESS).holder for number in dict.fromkeys(message.leases)]
         await scope.in_thread(functools.partial(self._served.check_move, holders, message.what))
 
-    async def _attach(self, message: Attach, client_lease: _ClientLease, scope: RequestScope) -> None:
+    async def _attach(self, message: Attach, client_lease: _ClientLease, scope: RequestScope, permit: Permit) -> None:
+        holder = client_lease.holder
+        holder.ino, may_write = permit()
+        holder.read_only = not may_write
+
         def prepare() -> Lease:
             scope.end()  # this thread closes the descriptor, too
             return client_lease.scope.use(lambda: self._prepare(message, client_lease, scope.descriptors[0]))
 
         lease = await scope.in_thread(prepare)
-        holder = client_lease.holder
         copied = "a private copy of " if holder.private else ""
         self._channel.log(
             logging.INFO, "attached %s%d bytes of %s (%s)", copied, holder.bytes, holder.path, holder.mode

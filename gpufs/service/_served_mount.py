@@ -1,14 +1,15 @@
 """The mount that the service serves: its buffers, memory that programs register, and who uses memory in place."""
 
 import contextlib
+import functools
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from errno import EBUSY, EINVAL, EISDIR, EMFILE, ENODATA, ENOENT, ENOSPC, ESTALE, EXDEV
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from gpufs.engine import Buffer, Lease, Mount, SharedPiece
 from gpufs.modes import COPY_ON_WRITE
@@ -20,6 +21,8 @@ from gpufs.service._scope import RequestScope
 from gpufs.service._user import Limits
 from gpufs.syscalls import trusted
 from gpufs.units import bytes_text
+
+T = TypeVar("T")
 
 # A write through the mount waits as long for the memory of files that have just been removed.
 SPACE_SECONDS: Final = 3.0
@@ -68,15 +71,6 @@ def check_size(size: int, had: int) -> None:
         raise OSError(ESTALE, f"the file has {size} bytes now, and had {had} when its attachment went to sleep")
 
 
-@dataclass(slots=True)
-class _Use:
-    """The leases on one file, except private copies, which keep nobody from anything."""
-
-    holders: set[Holder] = field(default_factory=set)
-    awake: int = 0
-    movers: int = 0  # of those that sleep, the ones whose programs may move the file
-
-
 class HolderTable:
     """All leases and registrations of a mount. Any thread may call."""
 
@@ -84,7 +78,8 @@ class HolderTable:
         self._limits = limits
         self._lock = threading.Lock()  # guards all below, and Holder.asleep
         self._holders: set[Holder] = set()
-        self._uses: dict[int, _Use] = {}  # by inode
+        # The leases by inode, except private copies, which keep nobody from anything.
+        self._uses: dict[int, set[Holder]] = {}
         self._counts: Counter[tuple[int, bool]] = Counter()  # by user, and whether they are registrations
         self._private: Counter[tuple[int, int]] = Counter()  # bytes of private copies by user and device
 
@@ -108,35 +103,20 @@ class HolderTable:
             self._counts[holder.peer.uid, holder.mode == REGISTERED] -= 1
             device, size = holder.charged
             self._private[holder.peer.uid, device] -= size
-            use = self._uses.get(holder.ino)
-            if use is None or holder not in use.holders:
-                return
-            self._count(use, holder, -1)
-            use.holders.remove(holder)
-            if not use.holders:
-                del self._uses[holder.ino]
+            use = self._uses.get(holder.ino, set())
+            use.discard(holder)
+            if not use:
+                self._uses.pop(holder.ino, None)
 
     def use(self, holder: Holder) -> None:
         """Count one that has been entered among the leases on the file itself, awake or asleep."""
         with self._lock:
-            use = self._uses.setdefault(holder.ino, _Use())
-            use.holders.add(holder)
-            self._count(use, holder, 1)
+            self._uses.setdefault(holder.ino, set()).add(holder)
 
     def set_asleep(self, holder: Holder, *, asleep: bool, may_move: bool = False) -> None:
         """Let a lease in use sleep, or wake. ``may_move``: see Holder."""
         with self._lock:
-            use = self._uses[holder.ino]
-            self._count(use, holder, -1)
             holder.asleep, holder.may_move = asleep, may_move
-            self._count(use, holder, 1)
-
-    @staticmethod
-    def _count(use: _Use, holder: Holder, number: int) -> None:
-        if not holder.asleep:
-            use.awake += number
-        elif holder.may_move:
-            use.movers += number
 
     def charge(self, holder: Holder, device: int, size: int, total: int) -> None:
         """Count a private copy of ``size`` bytes on a device of ``total``. OSError ENOSPC beyond a user's share."""
@@ -156,12 +136,12 @@ class HolderTable:
     def leases_on(self, inodes: Iterable[int]) -> list[Holder]:
         """Return the leases on files, except private copies."""
         with self._lock:
-            return [holder for ino in inodes if (use := self._uses.get(ino)) for holder in use.holders]
+            return [holder for ino in inodes for holder in self._uses.get(ino, ())]
 
     def awake_on(self, ino: int) -> int:
         """Return how many leases use the memory of a file now."""
         with self._lock:
-            return use.awake if (use := self._uses.get(ino)) else 0
+            return sum(not holder.asleep for holder in self._uses.get(ino, ()))
 
     def is_left(self, ino: int, leaving: int = 0, *, may_move: bool = False) -> bool:
         """Return whether all leases on a file sleep, and one of their programs may move it.
@@ -169,8 +149,9 @@ class HolderTable:
         ``leaving``: how many are about to sleep; ``may_move``: whether one of these may.
         """
         with self._lock:
-            use = self._uses.get(ino)
-            return use is not None and use.awake <= leaving and (use.movers > 0 or may_move)
+            use = self._uses.get(ino, set())
+            awake = sum(not holder.asleep for holder in use)
+            return bool(use) and awake <= leaving and (may_move or any(holder.may_move for holder in use))
 
     def asleep(self) -> list[Holder]:
         """Return the leases that sleep."""
@@ -262,8 +243,10 @@ class ServedMount:
     def lease_again(self, holder: Holder, *, writable: bool) -> Lease:
         """Open the lease of a holder again, whose file may be parked. OSError ENOSPC as bring_back()."""
         wanted, label = holder.placement, str(holder.peer)
-        with self._space_explained([holder.ino], parks=False):
-            return self.mount.lease_again(holder.ino, holder.bytes, writable=writable, label=label, placement=wanted)
+        again = functools.partial(
+            self.mount.lease_again, holder.ino, holder.bytes, writable=writable, label=label, placement=wanted
+        )
+        return self._with_space([holder.ino], again, parks=False)
 
     def check_space(self, inodes: Sequence[int], *, parks: bool) -> None:
         """OSError ENOSPC with the figures unless files can be parked, or come back, together.
@@ -287,15 +270,18 @@ class ServedMount:
                 groups.setdefault(self.mount.inode_get(ino).device, []).append(ino)
         return groups
 
-    @contextlib.contextmanager
-    def _space_explained(self, inodes: Sequence[int], *, parks: bool) -> Iterator[None]:
-        """Have an error about missing memory say how much is missing."""
+    def _with_space(self, inodes: Sequence[int], work: Callable[[], T], *, parks: bool) -> T:
+        """Do what needs memory for files, and again when memory that is just being freed has come.
+
+        OSError ENOSPC as check_space().
+        """
         try:
-            yield
+            return work()
         except OSError as error:
-            if error.errno == ENOSPC:
-                self.check_space(inodes, parks=parks)
-            raise
+            if error.errno != ENOSPC:
+                raise
+        self.check_space(inodes, parks=parks)
+        return work()
 
     def name_of(self, ino: int) -> str | None:
         """Return the path of a file below the root of the mount, None without a name."""
@@ -332,8 +318,7 @@ class ServedMount:
         OSError EOPNOTSUPP without host memory, ENOSPC and EDQUOT if that is full. Small files stay.
         """
         if self.holders.is_left(ino):
-            with self._space_explained([ino], parks=True):
-                self._move(ino, parks=True)
+            self._with_space([ino], lambda: self._move(ino, parks=True), parks=True)
 
     def move(self, inodes: Sequence[int], *, parks: bool) -> None:
         """Move files to the host's memory, or back to their devices, all of them or none. Some have no other place.
@@ -344,8 +329,9 @@ class ServedMount:
             self.check_space(inodes, parks=parks)
         moved: list[int] = []
         try:
-            with self._space_explained(inodes, parks=parks):
-                moved.extend(ino for ino in inodes if self._move(ino, parks=parks))
+            for ino in inodes:
+                if self._with_space(inodes, functools.partial(self._move, ino, parks=parks), parks=parks):
+                    moved.append(ino)
         except OSError as error:
             stuck = []
             for ino in reversed(moved):

@@ -1,4 +1,4 @@
-"""Who may send each message of a client: one table, by which the dispatcher finds what each handler asks first.
+"""Which users may send each message of a client: one table, by which the dispatcher finds what each handler asks first.
 
 A message without a row is refused. A handler gets its check, and has what it works on from that alone. docs/security.md
 shows the same table.
@@ -30,7 +30,7 @@ _FOREIGN_IPC: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Who sends a message, and what comes with it."""
+    """The client that sends a message, and what comes with it."""
 
     uid: int
     served: ServedMount

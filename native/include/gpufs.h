@@ -371,8 +371,7 @@ typedef struct {
  * files, then how many there are. Files whose bytes were never moved are left out. */
 gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files, uint64_t* count);
 
-enum { GPUFS_ALL_INODES = -1 };
-/* How many regular files a device has, those without a name included. GPUFS_ALL_INODES: all inodes of the mount. */
+/* How many regular files a device has, those without a name included. */
 gpufs_status gpufs_mount_files(gpufs_handle mount, int32_t device, uint64_t* count);
 
 /* Which reads set access times: as mount(8) has it for relatime (the default), strictatime and noatime;

@@ -50,6 +50,28 @@ TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   EXPECT_EQ(table.counts().orphans, 0U);
 }
 
+TEST_F(InodeTableTest, ARemovedFileThatAProgramHeldIsWaitedFor) {
+  const Releases& releases = contexts[0]->releases();
+  ASSERT_TRUE(table.add({.attributes = file_attributes(2), .references = 1}).ok());
+  write(2, 3 * kGranule);
+  ASSERT_TRUE(table.hold(2).ok());
+  (void)table.set_links(table.find(2), 0);
+  ASSERT_TRUE(table.forget(2, 1));
+  EXPECT_TRUE(releases.expected_until());  // the end of the program may have to be noticed yet
+  frees.close();
+  ASSERT_TRUE(table.release_hold(2));
+  EXPECT_TRUE(frees.await(1));
+  std::thread opener([&] {
+    std::this_thread::sleep_for(50ms);
+    frees.open();
+  });
+  bool enough = false;
+  releases.wait_for_expected(std::chrono::steady_clock::now() + kPatience,
+                             [&] { return enough = releases.expected_bytes() == 0; });
+  EXPECT_TRUE(enough);  // asked after the last release, too
+  opener.join();
+}
+
 TEST_F(InodeTableTest, TheKernelForgetsItsOwnReferencesAlone) {
   ASSERT_TRUE(table.add({.attributes = file_attributes(2), .references = 2}).ok());
   ASSERT_TRUE(table.hold(2).ok());

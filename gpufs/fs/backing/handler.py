@@ -134,11 +134,6 @@ class BackingHandler:
     def close(self) -> None:
         self._inodes.close()
 
-    @property
-    def inode_count(self) -> int:
-        """How many inodes of the host the kernel knows."""
-        return len(self._inodes)
-
     # ---- helpers ----
 
     def _node(self, inode: int) -> BackingNode:

@@ -98,9 +98,6 @@ class HostInodes:
         """The inode with a number, None if it is none of the host's."""
         return self._nodes.get(ino)
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
     def meet(self, opened: Found, share: Share, entry: tuple[int, bytes] | None) -> BackingNode:
         """Return the node that was found by a name; takes the descriptor over. EDEADLK for an inode of this mount."""
         fd, status = opened

@@ -181,9 +181,7 @@ gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_
 }
 
 gpufs_status gpufs_mount_files(gpufs_handle mount, int32_t device, uint64_t* count) {
-  return with_handle<Mount>(mount, [&](Mount& found) {
-    *count = device == GPUFS_ALL_INODES ? found.table().counts().inodes : found.table().file_count(device);
-  });
+  return with_handle<Mount>(mount, [&](Mount& found) { *count = found.table().file_count(device); });
 }
 
 gpufs_status gpufs_name_place(gpufs_handle mount, uint64_t directory, const char* name,

@@ -117,7 +117,7 @@ void Releases::wait_for_expected(TimePoint deadline, const std::function<bool()>
     // The count first: a release after it ends the wait below.
     const std::uint64_t seen = count();
     const std::optional<TimePoint> until = expected_until();
-    if (!until || std::chrono::steady_clock::now() >= deadline || enough()) return;
+    if (enough() || !until || std::chrono::steady_clock::now() >= deadline) return;
     wait_for_next(seen, std::min(deadline, *until));
   }
 }

@@ -92,7 +92,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
     Metadata::Share* charged_to = nullptr;  // the share of its owner
     std::uint32_t open_files = 0;
     std::uint32_t open_writers = 0;  // of them, those open for writing
-    // While the inode has neither names nor open files, and is not held: its memory is coming back.
+    // While the inode has neither names nor open files: its memory is coming back, unless a program keeps it.
     std::unique_ptr<Releases::Expected> expected;
   };
   class Reader;

@@ -189,15 +189,14 @@ Status InodeTable::hold(std::uint64_t ino) {
   }
   ++writer->record.references;
   ++writer->record.held;
-  static_cast<void>(update_expected(*inode, *writer));  // in use now
   return {};
 }
 
 bool InodeTable::release_hold(std::uint64_t ino) {
   return drop_references(ino, [](Inode::State& state) {
     if (state.record.held == 0) return;
-    --state.record.held;
     --state.record.references;
+    if (--state.record.held == 0) state.expected.reset();  // the kernel may need a moment from now on
   });
 }
 
@@ -354,6 +353,9 @@ Result<InodeTable::Space> InodeTable::space_for(std::span<const std::uint64_t> i
     return !memory.ok() || space.free >= space.needed;
   };
   if (space.needed != 0 && !enough()) {
+    for (const std::weak_ptr<ExtentBuffer>& listed : target->releases().trimmable()) {
+      if (const std::shared_ptr<ExtentBuffer> buffer = listed.lock()) (void)buffer->trim(std::chrono::milliseconds(0));
+    }
     target->releases().wait_for_expected(std::chrono::steady_clock::now() + kFreeTimeout, enough);
   }
   TRY(status);
@@ -521,7 +523,8 @@ Status InodeTable::release(std::uint64_t fh) {
 
 bool InodeTable::update_expected(const Inode& inode, Inode::State& state) {
   if (!inode.buffer_) return false;
-  if (state.open_files != 0 || state.record.attributes.nlink != 0 || state.record.held != 0) {
+  // Also while it is held: a program that has ended, or detached it, is noticed a moment later.
+  if (state.open_files != 0 || state.record.attributes.nlink != 0) {
     state.expected.reset();
     return false;
   }

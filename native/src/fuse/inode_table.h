@@ -229,7 +229,7 @@ class InodeTable {
   void charge_restored(const std::shared_ptr<Inode>& inode);
   // Adds the directories that have names and no record.
   void restore_directories();
-  // After a change of links, open files, holds or presence. True if free_later() must follow.
+  // After a change of links, open files or presence. True if free_later() must follow.
   [[nodiscard]] static bool update_expected(const Inode& inode, Inode::State& state);
   // What has become of an inode, and so must follow when its Writer has ended.
   struct Departure {
