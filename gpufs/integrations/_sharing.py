@@ -196,13 +196,13 @@ def open_weights(
     try:
         return shared.open(verify=verify)
     except (FormatError, OSError) as error:
-        if claimed and isinstance(error, FormatError):
-            shared.discard()
-            text = "Damaged shared weights are replaced: %s"
-        else:
-            text = "Shared weights cannot be used: %s"
-        if logger is not None:
-            logger.warning(text, error)
+        damaged, reason = isinstance(error, FormatError), str(error)
+    text = "Shared weights cannot be used: %s"
+    if claimed and damaged:
+        shared.discard()  # not within the handler, whose traceback keeps the file attached
+        text = "Damaged shared weights are replaced: %s"
+    if logger is not None:
+        logger.warning(text, reason)
     return None
 
 

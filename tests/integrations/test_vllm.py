@@ -99,8 +99,9 @@ def test_vllm_keeps_weights_apart(servers: Servers[Outcome, GpufsMount]) -> None
     assert (servers.start().tokens, servers.start(model=other, extra=mount).tokens) == expected
     first, second = servers.published()
     os.replace(first, second)
-    assert servers.start(model=other, extra=mount).tokens == expected[1]
-    assert servers.published() == [second]
+    swapped = servers.start(model=other, extra=mount)
+    assert swapped.tokens == expected[1]
+    assert servers.published() == [second], swapped.log
 
     for damage in ("contents", "size", "header"):
         with open(second, "r+b") as file:
