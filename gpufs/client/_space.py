@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpufs.client._daemons import control_file
@@ -53,6 +53,10 @@ class Granules(NamedTuple):
     def held(self, size: int) -> int:
         """Return the memory that so many bytes of a file take, at least."""
         return 1 << (size - 1).bit_length() if 0 < size <= self.slot else -(-size // self.granule) * self.granule
+
+    def held_by(self, sizes: Mapping[int, tuple[int, int]]) -> int:
+        """Return the same for files of which only this is known: by the bits of their sizes their count and bytes."""
+        return sum(max(total, count * self.held((1 << bits) // 2 + 1)) for bits, (count, total) in sizes.items())
 
     def __str__(self) -> str:
         above = f"above {bytes_text(self.slot)} " if self.slot else ""

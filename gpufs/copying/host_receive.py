@@ -134,7 +134,8 @@ class Receiver:
             with self.bases[0].filled() as (directory, place):
                 try:
                     # Each file is checked again, when its size is known.
-                    self.context.check_space(directory, plan.data, self.cancel, largest=0)
+                    held = self.context.granules_of(directory).held_by(plan.sizes)
+                    self.context.check_space(directory, max(plan.data, held), self.cancel, largest=0)
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, place) from None
 

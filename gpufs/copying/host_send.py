@@ -62,12 +62,16 @@ class Sender:
     def plan(self) -> messages.Plan:
         """Add up what is to be sent."""
         size = data = 0
+        sizes: dict[int, tuple[int, int]] = {}
         for source in self.sources:
             for step in self._walk(source, lambda path, error: None):
                 if step.kind == "file" and step.status is not None:
                     size += step.size
-                    data += data_bytes(step.status, step.size) if step.size else 0
-        return messages.Plan(size, data)
+                    if need := data_bytes(step.status, step.size):
+                        data += need
+                        count, total = sizes.get(bits := (need - 1).bit_length(), (0, 0))
+                        sizes[bits] = count + 1, total + need
+        return messages.Plan(size, data, sizes)
 
     def run(self, plan: messages.Plan) -> None:
         """Send everything. Errors of the connection are raised, others go to ``fail``."""

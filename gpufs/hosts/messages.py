@@ -110,10 +110,14 @@ class HostRequest(msgspec.Struct, tag="Request"):
 
 
 class Plan(msgspec.Struct, tag=True):
-    """Announces the bytes of all files, and those of them that take space."""
+    """Announces the bytes of all files, and those of them that take space.
+
+    ``sizes``: by the bits of files' sizes, without holes, how many such files there are, and their bytes.
+    """
 
     size: Count
     data: Count
+    sizes: dict[Annotated[int, Meta(ge=0, le=63)], tuple[Count, Count]] = {}
 
 
 class Offer(msgspec.Struct, tag=True):

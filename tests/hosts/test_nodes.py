@@ -259,7 +259,13 @@ def test_what_does_not_fit(mount: Mounter, host: Path, remote: tuple[str, ...]) 
     with open(host / "large", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, 65 * MIB)
     text = refused_here(*remote, host / "large", f"node:{small.device}")
-    assert text.startswith(f"gpufs cp: node:{small.device}: No space left on device: needs 65")
+    assert text.startswith(f"gpufs cp: node:{small.device}: No space left on device: needs 66.0 MiB")
+    (host / "medium").mkdir()
+    for number in range(40):  # each takes a granule of 2 MiB
+        (host / "medium" / str(number)).write_bytes(noise(150 << 10))
+    assert "No space left on device: needs 80.0 MiB" in refused_here(
+        *remote, "-r", host / "medium", f"node:{small.device}"
+    )
     assert left(small.device) == []
 
 

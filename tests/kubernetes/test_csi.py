@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ import yaml
 pytest.importorskip("grpc")
 
 from support.cli import fails, gpufs, user_gpufs
+from support.containers import image_root, remove_containers, words_of
 from support.csi import (
     BIDIRECTIONAL,
     BLOCK,
@@ -529,7 +530,48 @@ def test_labels_of_the_node(node: Node, tmp_path: Path) -> None:
         assert b"account-token" not in kubelet.log.read_bytes()
 
 
-def test_pods_that_restart(node: Node, tmp_path: Path) -> None:
+class Pods(NamedTuple):
+    """How the chart's pods are run: the words before a command."""
+
+    privileged: list[str]  # of mount and plug-in, which see and make mounts below a directory, and outside of it
+    with_volume: Callable[[Path], list[str]]  # of a program that has a volume
+    at: str  # where it has that
+    gpufs: Sequence[str]
+    python: str
+
+
+@pytest.fixture(params=["namespaces", pytest.param("containers", marks=pytest.mark.slow)])
+def pods(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pods]:
+    """In namespaces of their own, or as containers of the image that deploy/Dockerfile makes."""
+    if request.param == "namespaces":
+        inside = tmp_path / "inside"
+        inside.mkdir()
+        yield Pods(
+            BIDIRECTIONAL,
+            lambda volume: [*HOST_TO_CONTAINER, str(volume), str(inside)],
+            str(inside),
+            GPUFS,
+            sys.executable,
+        )
+        return
+    missing = [name for name in ("buildah", "debootstrap", "runc") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"scripts/check deploy installs {missing[0]}")
+    folder, shared, run_directory = tmp_path / "containers", tmp_path / "node", Path("/run/gpufs")
+    folder.mkdir()
+    run_directory.mkdir(exist_ok=True)
+    with image_root() as root:
+        binds = [(shared, str(shared), "rshared"), (run_directory, str(run_directory), "rprivate")]
+        yield Pods(
+            [*BIDIRECTIONAL, *words_of(root, folder, True, binds)],
+            lambda volume: [*BIDIRECTIONAL, *words_of(root, folder, False, [(volume, "/data", "rslave")])],
+            *("/data", ["gpufs"], "python"),
+        )
+        remove_containers(folder)
+
+
+@pytest.mark.timeout(2400)
+def test_pods_that_restart(node: Node, tmp_path: Path, pods: Pods) -> None:
     """Mount, plug-in and program are in mount and PID namespaces of their own, as the chart's pods.
 
     The end of the plug-in's pod and the death of the daemon change nothing for the program. With the mount's pod the
@@ -544,7 +586,7 @@ def test_pods_that_restart(node: Node, tmp_path: Path) -> None:
     path = shared / "mnt/node"
     (container,) = pod["containers"]
     options = [word.replace("cuda", "host") for word in container["args"]]
-    words = [*BIDIRECTIONAL, *container["command"][:-1], str(path), *options, "--devices", "1", "--memory", "32M"]
+    words = [*pods.privileged, *container["command"][:-1], str(path), *options, "--devices", "1", "--memory", "32M"]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/gpufs").write_text(f'#!/bin/sh\nexec {shlex.join(GPUFS)} "$@"\n')
     (tmp_path / "bin/gpufs").chmod(0o755)
@@ -576,12 +618,10 @@ for line in sys.stdin:
         ends.callback(lambda: mounting.wait())
         ends.callback(lambda: mounting.kill())
         hub = {"HF_ENDPOINT": node.hub.url, "HF_HOME": str(tmp_path)}
-        kubelet = ends.enter_context(Kubelet(shared, path, hub, launcher=BIDIRECTIONAL))
+        kubelet = ends.enter_context(Kubelet(shared, path, hub, launcher=pods.privileged, program=pods.gpufs))
         volume = kubelet.publish("v1")
         before = {entry.device for entry in listed() if entry.mountpoint == str(volume)}
-        (tmp_path / "inside").mkdir()
-        inside = [sys.executable, "-c", program, str(tmp_path / "inside")]
-        words_of_program = [*HOST_TO_CONTAINER, str(volume), str(tmp_path / "inside"), *inside]
+        words_of_program = [*pods.with_volume(volume), pods.python, "-c", program, pods.at]
         using = ends.enter_context(
             subprocess.Popen(words_of_program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
@@ -603,6 +643,7 @@ for line in sys.stdin:
         os.kill(int(daemons[0]), signal.SIGKILL)
         assert ask() == expected
         assert kubelet.publish("v1") == volume
+        assert f'gpufs_up{{mountpoint="{path}"}} 1.0' in run(*pods.privileged, *pods.gpufs, "metrics", path).stdout
         assert b"gpufs.daemon" in (tmp_path / "log").read_bytes()
         mounting.kill()
         mounting.wait()

@@ -67,14 +67,15 @@ class Kubelet:
         environment: Mapping[str, str],
         *options: str,
         launcher: Sequence[str] = (),
+        program: Sequence[str] = GPUFS,
     ) -> None:
-        """``launcher``: a program with its options, which runs the plug-in."""
+        """``launcher``: a program with its options, which runs the plug-in. ``program``: gpufs, as that calls it."""
         self.directory = folder / "kubelet"
         (self.directory / "pods").mkdir(parents=True)
         self.state = self.directory / "plugins/gpufs.dev/state"
         self.log = folder / "csi.log"
         self.socket = folder / "csi.sock"
-        self._command = [*launcher, *GPUFS, "csi", "--endpoint", f"unix://{self.socket}", "--mount", str(mountpoint)]
+        self._command = [*launcher, *program, "csi", "--endpoint", f"unix://{self.socket}", "--mount", str(mountpoint)]
         self._command += ["--kubelet-dir", str(self.directory), "--node", "node-1", *options]
         self._environment = {**os.environ, **environment}
         self.process: subprocess.Popen[bytes] | None = None
