@@ -66,21 +66,21 @@ def change_each(paths: Sequence[str], done: str, change: Callable[[str], str], u
     unchanged: Counter[str] = Counter()
     try:
         for file in files:
-            with _opened(file) as place:
+            with opened(file) as place:
                 if why := change(place):
                     unchanged[why] += 1
                 else:
                     changed.append(file)
     except OSError as error:
         for file in changed:
-            with suppress(OSError), _opened(file) as place:
+            with suppress(OSError), opened(file) as place:
                 undo(place)
         raise failed(paths, files, error) from None
     report(done, (file.held for file in changed), unchanged)
 
 
 @contextmanager
-def _opened(file: File) -> Iterator[str]:
+def opened(file: File) -> Iterator[str]:
     """Yield a path that leads to the file whatever others do to its directories. OSError with the file's own path."""
     try:
         with closed_after(safe_path.open_path(file.path, os.O_PATH)) as fd:

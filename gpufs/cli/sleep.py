@@ -10,7 +10,7 @@ from gpufs import config
 from gpufs.cli._files import parked_bytes
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import timeout_option
-from gpufs.cli._parking import failed, files_below, report
+from gpufs.cli._parking import failed, files_below, opened, report
 from gpufs.client._daemons import park
 
 _SMALL: Final = 2 << 20  # such files share memory with others
@@ -35,15 +35,15 @@ def command(paths: tuple[str, ...], timeout: float) -> None:
     files = files_below(paths)
     large = [file for file in files if file.status.st_size >= _SMALL and file.held]
     try:
-        park([file.path for file in large], timeout)
+        park({file.path: file.status for file in large}, timeout)
     except OSError as error:
         raise failed(paths, files, error) from None
     changed = []
     unchanged: Counter[str] = Counter()
     for file in files:
         after: int | None = 0
-        with suppress(FileNotFoundError):
-            after = parked_bytes(file.path)
+        with suppress(FileNotFoundError), opened(file) as place:
+            after = parked_bytes(place)
         if file.parked:
             unchanged["asleep before"] += 1
         elif after != 0:

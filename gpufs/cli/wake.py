@@ -20,7 +20,7 @@ def command(paths: tuple[str, ...]) -> None:
     """
     files = files_below(paths)
     try:
-        bring_back([file.path for file in files])
+        bring_back({file.path: file.status for file in files})
     except OSError as error:
         raise failed(paths, files, error) from None
     changed = [file.parked or file.held for file in files if file.parked != 0]

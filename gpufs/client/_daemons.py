@@ -8,8 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpufs import mounting, safe_path
@@ -126,37 +125,37 @@ def revoke(path: str) -> None:
     _with_daemon(path, 0, lambda daemon, fd: daemon.revoke(fd))
 
 
-def park(paths: Sequence[str], wait: float) -> None:
-    """Move files of a mount to the host's memory, all of them or none; of more than MAX_FILES, each so many.
+def park(files: Mapping[str, os.stat_result], wait: float) -> None:
+    """Move files of a mount, by their paths, to the host's memory, all of them or none.
+
+    Of more than MAX_FILES each so many go together. Those that have been removed by now do not count.
 
     Programs that use them are asked to sleep, and have ``wait`` seconds altogether. OSError with the daemon's reason if
     it refuses, NotOnMount outside of mounts.
     """
     end = time.monotonic() + wait
-    _move(paths, lambda daemon, inodes: daemon.park(inodes, max(round(end - time.monotonic(), 1), 0.0)))
+    _move(files, lambda daemon, inodes: daemon.park(inodes, max(round(end - time.monotonic(), 1), 0.0)))
 
 
-def bring_back(paths: Sequence[str]) -> None:
+def bring_back(files: Mapping[str, os.stat_result]) -> None:
     """Move files that are parked back to their devices. OSError as park()."""
-    _move(paths, lambda daemon, inodes: daemon.bring_back(inodes))
+    _move(files, lambda daemon, inodes: daemon.bring_back(inodes))
 
 
-def _move(paths: Sequence[str], ask: Callable[[Connection, Sequence[int]], None]) -> None:
+def _move(files: Mapping[str, os.stat_result], ask: Callable[[Connection, Sequence[int]], None]) -> None:
     from gpufs.client._connection import in_groups
 
     by_mount: dict[int, dict[int, str]] = {}  # paths by st_dev and inode
-    for path in paths:
-        with suppress(FileNotFoundError):  # removed by now
-            status = os.stat(path)
-            by_mount.setdefault(status.st_dev, {})[status.st_ino] = path
-    for st_dev, files in by_mount.items():
-        mounts = mounting.places_of(st_dev, next(iter(files.values())))
+    for path, status in files.items():
+        by_mount.setdefault(status.st_dev, {})[status.st_ino] = path
+    for st_dev, paths in by_mount.items():
+        mounts = mounting.places_of(st_dev, next(iter(paths.values())))
 
         def ask_once(inodes: Sequence[int], st_dev: int = st_dev, mounts: list[MountEntry] = mounts) -> None:
             with connect(st_dev, mounts, trusting=True) as daemon:
                 ask(daemon, inodes)
 
-        for inodes in in_groups(list(files)):
+        for inodes in in_groups(list(paths)):
             repeat_if_it_dies(functools.partial(ask_once, inodes))
 
 

@@ -4,7 +4,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable
-from errno import ETIMEDOUT
+from errno import ENOENT, ETIMEDOUT
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
@@ -41,10 +41,15 @@ class EngineError(OSError):
         return type(self), (self.errno or 0, str(self.strerror), self.device_code)
 
 
+class _NotFound(EngineError, FileNotFoundError):
+    """ENOENT, as OSError itself has a class for it."""
+
+
 def failure(status: Any) -> EngineError:
     """Make the error for a failed status, in the thread that made the call."""
     text: bytes = ffi.string(lib.gpufs_message())
-    return EngineError(status.error, text.decode(errors="replace"), status.device_code)
+    kind = _NotFound if status.error == ENOENT else EngineError
+    return kind(status.error, text.decode(errors="replace"), status.device_code)
 
 
 def check(status: Any) -> None:

@@ -245,7 +245,7 @@ def _tensor(
     unknown = next((key for key in bits if key not in ("conj", "neg")), None)
     _need(unknown is None, f"a tensor with {unknown!r}, which is not known")
     tensor = StoredTensor(storage, storage.dtype, offset, extents, steps, bool(requires_grad))
-    return tensor._replace(conjugated=bool(bits.get("conj")), negated=bool(bits.get("neg")))
+    return tensor._replace(conjugated="conj" in bits, negated="neg" in bits)  # torch does not look at the values
 
 
 def _tensor_of_dtype(*arguments: Any) -> StoredTensor:

@@ -7,13 +7,16 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
+
+from msgspec import Meta
 
 from gpufs.formats import FormatError
 
 # The name of an array in a file that names none.
 ARRAY_NAME: Final = "array"
 MAX_EXTENT: Final = (1 << 63) - 1  # of torch and numpy
+Extent = Annotated[int, Meta(ge=0, le=MAX_EXTENT)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,12 @@ from itertools import chain
 from math import isinf
 from typing import Any, NamedTuple, NoReturn
 
+import msgspec
+
 from gpufs.formats import FormatError
 from gpufs.formats.budget import BoundedFile, Budget
 from gpufs.formats.element_types import IN_SAFETENSORS
-from gpufs.formats.layout import MAX_EXTENT
+from gpufs.formats.layout import MAX_EXTENT, Extent
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -46,6 +48,14 @@ class HeaderEntry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     end: int
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """The same as it is in the header."""
+
+    dtype: str
+    shape: tuple[Extent, ...]
+    data_offsets: tuple[Extent, Extent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,27 +187,12 @@ def _parse_entry(name: str, value: Any) -> HeaderEntry:
     if len(name) > MAX_NAME:
         raise FormatError(f"the name {name[:100]!r}... has {len(name)} characters; at most {MAX_NAME} are read")
     try:
-        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    except (KeyError, TypeError):
-        raise FormatError(f"tensor {name!r} needs the fields {', '.join(_FIELDS)}") from None
-    if type(dtype) is not str or dtype not in BITS:
-        text = f"the unknown dtype {dtype[:100]!r}" if type(dtype) is str else "a dtype that is not a text"
-        raise FormatError(f"tensor {name!r} has {text}")
-    if not _is_numbers(shape):
-        raise FormatError(f"tensor {name!r}: shape is not a list of unsigned 63-bit numbers")
-    if not _is_numbers(offsets) or len(offsets) != 2:
-        raise FormatError(f"tensor {name!r}: data_offsets is not a pair of unsigned 63-bit numbers")
-    return HeaderEntry(dtype, tuple(shape), *offsets)
-
-
-def _is_numbers(value: Any) -> bool:
-    if type(value) is not list:
-        return False
-    # A loop is faster than all(), and a header may have 100,000 of these lists.
-    for number in value:  # noqa: SIM110
-        if type(number) is not int or not 0 <= number <= MAX_EXTENT:
-            return False
-    return True
+        entry = msgspec.convert(value, _Entry)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"tensor {name!r}: {error}") from None
+    if entry.dtype not in BITS:
+        raise FormatError(f"tensor {name!r} has the unknown dtype {entry.dtype[:100]!r}")
+    return HeaderEntry(entry.dtype, entry.shape, *entry.data_offsets)
 
 
 def _tensor_bytes(name: str, entry: HeaderEntry) -> int:

@@ -9,7 +9,8 @@ from typing import Final, Self
 from gpufs.formats import FormatError
 from gpufs.formats.budget import BoundedFile, Budget
 from gpufs.formats.layout import Layout
-from gpufs.formats.safetensors import PADDING_NAME, RECORDS_KEY, parse_json
+from gpufs.formats.records import parse_records
+from gpufs.formats.safetensors import PADDING_NAME, RECORDS_KEY
 from gpufs.formats.table import NotInPlace, read_layout
 
 _REMEDY: Final = "Give the new version another name, and load that"
@@ -93,15 +94,11 @@ class FileLayout:
             if not place.name.startswith(PADDING_NAME):
                 kind = f"{place.dtype} {_shown(place.shape)}{' in Fortran order' if place.fortran_order else ''}"
                 described[place.name] = kind, f"at byte {place.offset - self.first_tensor} of the tensors"
-        try:
-            records = parse_json((self.layout.metadata or {}).get(RECORDS_KEY, "{}").encode(), Budget())
-            for name, record in records.items():
-                # Attributes, and whether it is a parameter, are the program's: those of each version may be others.
-                if (owner := record.get("same_as") or record.get("entry")) is not None:
-                    view = f"{_shown(record['shape'])}, strides {record['strides']}" if "strides" in record else "all"
-                    described[name] = (f"{view} of the bytes of {owner!r}",)
-        except (ValueError, RecursionError, TypeError, AttributeError, KeyError) as error:
-            raise FormatError(f"the notes of gpufs in the metadata are damaged: {error}") from None
+        for name, record in parse_records(self.layout.metadata, Budget()).items():
+            # Attributes, and whether it is a parameter, are the program's: those of each version may be others.
+            if (owner := record.same_as or record.entry) is not None:
+                view = "all" if record.strides is None else f"{_shown(record.shape or ())}, strides {[*record.strides]}"
+                described[name] = (f"{view} of the bytes of {owner!r}",)
         return described
 
 

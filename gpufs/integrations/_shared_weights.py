@@ -23,15 +23,16 @@ from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from gpufs.formats import FormatError
+from gpufs.formats.records import UNSAVED_BUFFER
 from gpufs.new_file import has_name
 from gpufs.syscalls import closed_after
 from gpufs.torch import publish
 from gpufs.torch._file import Checkpoint
 from gpufs.torch._module import named_tensors
-from gpufs.torch._record import UNSAVED_BUFFER
 from gpufs.units import bytes_text
 
 METADATA_KEY = "gpufs.engine"
@@ -43,6 +44,14 @@ _SUFFIX = ".safetensors"
 _ONLY_COPY = "user.gpufs-only-copy"
 _ROW_BYTES = 8192  # of which the digest takes one number
 _MOST_ROWS = 4096  # multiplied at a time on a GPU, which needs memory for them
+
+
+class _Note(msgspec.Struct):
+    """What the engine that publishes weights writes into the file."""
+
+    key: dict[str, Any]
+    digest: str
+    attributes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -142,22 +151,15 @@ class SharedWeights:
             return None
         if status.st_uid == os.geteuid() and status.st_mode & 0o777 & ~self.mode:
             path.chmod(status.st_mode & self.mode)  # the checkpoint has fewer readers than before
-        note = self._note(path, checkpoint)
-        if verify and note["digest"] != _digest(_kinds(checkpoint), dict(checkpoint.tensors())):
-            raise FormatError(f"{path}: the contents do not match the digest in the header")
-        return OpenWeights(path, checkpoint, note["attributes"], status.st_size, checkpoint.files[0].private)
-
-    def _note(self, path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
         try:
-            note = json.loads((checkpoint.files[0].metadata or {})[METADATA_KEY])
-            if note["key"] != json.loads(_json(self.key)):
-                raise FormatError(f"{path} has another key than its name says")
-            if type(note["digest"]) is not str or type(note["attributes"]) is not dict:
-                raise ValueError("fields have the wrong type")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            note = msgspec.json.decode((checkpoint.files[0].metadata or {}).get(METADATA_KEY, ""), type=_Note)
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"{path}: the note of the engine that wrote it is damaged: {error}") from None
-        checked: dict[str, Any] = note
-        return checked
+        if note.key != json.loads(_json(self.key)):
+            raise FormatError(f"{path} has another key than its name says")
+        if verify and note.digest != _digest(_kinds(checkpoint), dict(checkpoint.tensors())):
+            raise FormatError(f"{path}: the contents do not match the digest in the header")
+        return OpenWeights(path, checkpoint, note.attributes, status.st_size, checkpoint.files[0].private)
 
     @contextmanager
     def claim(self, seconds: float, waiting: Callable[[], None]) -> Iterator[bool]:
@@ -227,7 +229,7 @@ class SharedWeights:
         tensors = {name: value.detach() for name, value in named_tensors(module).items()}
         kinds = {name: "parameter" for name, _ in module.named_parameters(remove_duplicate=False)}
         digest = _digest({**dict.fromkeys(tensors, "buffer"), **kinds}, tensors)
-        note = {"key": self.key, "digest": digest, "attributes": dict(attributes)}
+        note = _Note(dict(self.key), digest, dict(attributes))
         try:
             return self._write(module, note)
         except OSError as error:
@@ -242,8 +244,8 @@ class SharedWeights:
                 parameter.data = parameter.data.to(device)
             raise
 
-    def _write(self, module: torch.nn.Module, note: Mapping[str, Any]) -> OpenWeights:
-        publish(module, self.path, metadata={METADATA_KEY: _json(note)})
+    def _write(self, module: torch.nn.Module, note: _Note) -> OpenWeights:
+        publish(module, self.path, metadata={METADATA_KEY: _json(msgspec.structs.asdict(note))})
         try:
             weights = self._open(self.path, verify=True)
         except FormatError:

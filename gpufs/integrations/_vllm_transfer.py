@@ -13,10 +13,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from gpufs.formats.records import UNSAVED_BUFFER
 from gpufs.formats.safetensors import without_garbage_collection
 from gpufs.integrations import _vllm_pieces as pieces
 from gpufs.torch._file import Checkpoint
-from gpufs.torch._record import UNSAVED_BUFFER
 
 
 @dataclass

@@ -284,9 +284,11 @@ class ServedMount:
         return work()
 
     def name_of(self, ino: int) -> str | None:
-        """Return the path of a file below the root of the mount, None without a name."""
-        path = self.mount.path(ino)
-        return None if path is None else os.fsdecode(path)
+        """Return the path of a file below the root of the mount, None without a name, or without a file."""
+        with contextlib.suppress(FileNotFoundError):
+            path = self.mount.path(ino)
+            return None if path is None else os.fsdecode(path)
+        return None
 
     def owned_by(self, uid: int, ino: int) -> bool:
         """Return whether a user may decide where a file lies and who uses it. OSError ENOENT if it is gone."""

@@ -15,6 +15,7 @@ from gpufs.formats.budget import BoundedFile
 from gpufs.formats.checkpoint import find_files, link_error
 from gpufs.formats.element_types import IN_SAFETENSORS
 from gpufs.formats.placement import misplaced
+from gpufs.formats.records import TensorRecord, parse_records, span
 from gpufs.formats.safetensors import (
     LENGTH_BYTES,
     PADDING_NAME,
@@ -26,7 +27,6 @@ from gpufs.formats.safetensors import (
 from gpufs.modes import Mode
 from gpufs.torch._memory import FileMemory
 from gpufs.torch._program_report import program
-from gpufs.torch._record import TensorRecord, parse_records, span
 
 Device: TypeAlias = "torch.device | str | int | None"
 _PACKED: Final = {"F4": "float4_e2m1fn_x2"}  # dtypes of safetensors of which an element of torch has two

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from gpufs._naming import named_in
 from gpufs.formats.budget import BoundedFile
+from gpufs.formats.records import UNSAVED_BUFFER, TensorRecord, format_records, span
 from gpufs.formats.safetensors import DATA_ALIGNMENT, PADDING_NAME, RECORDS_KEY, HeaderEntry, build_header
 from gpufs.formats.versions import FileLayout
 from gpufs.torch import _pool
 from gpufs.torch._file import TORCH_DTYPES, stored_elements
-from gpufs.torch._record import UNSAVED_BUFFER, TensorRecord, format_records, span
 from gpufs.torch._tensor_file import TensorFile
 
 # A tensor with gaps keeps its strides if they make it at most this much larger; otherwise it is made contiguous.
@@ -139,7 +140,7 @@ def publish(
     before = old.starts if old is not None else {}
     parts, layouts = _lay_out(tensors, before)
     for name, layout in layouts.items():
-        records[name] = TensorRecord(**{**vars(records.get(name, TensorRecord())), **layout})
+        records[name] = msgspec.structs.replace(records.get(name, TensorRecord()), **layout)
     notes = {"format": "pt", **(metadata or {})}
     notes.pop(RECORDS_KEY, None)  # of another file
     if records:

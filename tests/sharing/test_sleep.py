@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import mmap
@@ -69,6 +70,11 @@ def used(place: Survivor) -> tuple[int, int]:
     """The bytes that files hold of the device and of the host's memory, in whole files."""
     device, *_, host = place.report()["devices"]
     return device["held_bytes"] // SIZE, host["held_bytes"] // SIZE
+
+
+def named(*paths: Path) -> dict[str, os.stat_result]:
+    """Files as a request names them."""
+    return {os.fspath(path): path.stat() for path in paths}
 
 
 def parked(path: Path) -> bool:
@@ -262,7 +268,7 @@ def test_a_daemon_that_is_killed_while_files_move_loses_nothing(place: Survivor,
 def test_no_store_is_lost_to_a_file_that_sleeps_while_others_take_its_memory(place: Survivor, file: Path) -> None:
     dirty = place.device / "dirty"
     dirty.write_bytes(noise(SIZE))  # so that the host's memory for the hole has been used before
-    _daemons.park([os.fspath(dirty)], 0)
+    _daemons.park(named(dirty), 0)
     dirty.unlink()
     is_used(place, 1, 0)
     os.truncate(file, SIZE + 4 * MIB)  # ends with a hole
@@ -271,7 +277,7 @@ def test_no_store_is_lost_to_a_file_that_sleeps_while_others_take_its_memory(pla
     with open(file, "r+b", buffering=0) as opened, open(other, "wb") as filler:
         with mmap.mmap(opened.fileno(), SIZE) as area:
             area[100:106] = expected[100:106] = b"stored"
-            _daemons.park([os.fspath(file)], 0)
+            _daemons.park(named(file), 0)
             fallocate(filler.fileno(), 0, 0, DEVICE - 2 * MIB)
             area.flush()
         expected += bytes(7)
@@ -383,6 +389,20 @@ def test_several_files_sleep_together_or_not_at_all(place: Survivor, shards: lis
     assert [array.tobytes() for array in arrays] == [noise(SIZE)] * len(arrays)
     for array in arrays:
         array.close()
+
+
+@pytest.mark.parametrize("user", [0, NOBODY])
+def test_a_file_that_is_removed_keeps_no_other_from_moving(shards: list[Path], user: int) -> None:
+    """The others stayed where they were, and the error named no file."""
+    for path in shards:
+        os.chown(path, user, user)
+    files = named(*shards)
+    shards[1].unlink()
+    act = as_nobody if user else (lambda action: action())
+    for move, is_away in ((functools.partial(_daemons.park, wait=0.0), True), (_daemons.bring_back, False)):
+        assert act(functools.partial(errno_of, move, files)) == 0
+        assert [parked(shards[0]), parked(shards[2])] == [is_away] * 2
+    shards[1].touch()
 
 
 def test_nothing_is_unmapped_for_a_sleep_that_cannot_be(place: Survivor, file: Path) -> None:
@@ -585,13 +605,13 @@ def test_a_new_owner_pays_for_what_is_being_parked(place: Survivor, file: Path) 
     for milliseconds in range(1, 25, 3):
         os.chown(file, NOBODY, NOBODY)
         with ThreadPoolExecutor() as threads:
-            parking = threads.submit(_daemons.park, [os.fspath(file)], 0)
+            parking = threads.submit(_daemons.park, named(file), 0)
             time.sleep(milliseconds / 1000)
             os.chown(file, 0, 0)
             parking.result()
         used = {(each["uid"], each["path"][-5:]): each["used_bytes"] for each in place.report()["quotas"]}
         assert (used[0, "host0"], used.get((NOBODY, "host0"), 0)) == (size, 0)
-        _daemons.bring_back([os.fspath(file)])
+        _daemons.bring_back(named(file))
         # The device has the memory a moment before the account has it.
         wait_until(lambda: not any(map(host_bytes, place.report()["quotas"])), 5, "the host's memory to be free")
 
@@ -709,7 +729,7 @@ def test_requests_that_wait_for_programs_let_them_go_to_sleep(place: Survivor, f
         os.chown(path, NOBODY, NOBODY)
 
     def park(path: Path) -> int:
-        return errno_of(_daemons.park, [os.fspath(path)], 5.0)
+        return errno_of(_daemons.park, named(path), 5.0)
 
     def park_others() -> list[int]:
         with ThreadPoolExecutor(5) as threads:
@@ -768,8 +788,8 @@ def test_tools_that_look_for_a_gpu_do_not_find_the_hosts_memory(place: Survivor,
 
 
 def test_only_the_owner_may_move_a_file(file: Path) -> None:
-    assert as_nobody(lambda: errno_of(_daemons.park, [os.fspath(file)], 0.0)) == EPERM
-    assert as_nobody(lambda: errno_of(_daemons.bring_back, [os.fspath(file)])) == EPERM
+    assert as_nobody(lambda: errno_of(_daemons.park, named(file), 0.0)) == EPERM
+    assert as_nobody(lambda: errno_of(_daemons.bring_back, named(file))) == EPERM
     assert not parked(file)
 
 

@@ -66,6 +66,15 @@ def test_files_of_torch_save(root: Path) -> None:
     assert changed["views"][0][0, 3] == torch.load(path)["views"][0][0, 3] == 42
 
 
+@pytest.mark.parametrize("bit", ["conj", "neg"])
+def test_a_bit_counts_whatever_its_value_is(root: Path, bit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch looks at the names alone."""
+    monkeypatch.setattr(torch._utils, "get_tensor_metadata", lambda tensor: {bit: False})
+    torch.save(torch.ones(2, dtype=torch.complex64), root / "bits.pt")
+    ours, theirs = gpufs.torch.load(root / "bits.pt"), torch.load(root / "bits.pt")
+    assert (ours.is_conj(), ours.is_neg()) == (theirs.is_conj(), theirs.is_neg())
+
+
 def test_all_objects_that_torch_load_takes(root: Path) -> None:
     """What torch.load(weights_only=True) takes beside tensors, in the protocol that torch.save() uses."""
     tagged = torch.arange(6.0)
