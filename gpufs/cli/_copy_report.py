@@ -17,7 +17,7 @@ from typing import Any, Final
 from gpufs import mounting
 from gpufs.cli._output import countdown_text, json_text, printable
 from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
-from gpufs.copying.types import MOST_FAILURES, STREAM, Outcome, Totals, check_memory
+from gpufs.copying.types import MOST_FAILURES, STREAM, Outcome, Report, Totals, check_memory
 from gpufs.exceptions import text_of
 from gpufs.syscalls import os_error
 from gpufs.units import bytes_text, rate_text
@@ -61,7 +61,7 @@ class ProgressLine:
             pass  # nobody watches
 
 
-class CopyReport:
+class CopyReport(Report):
     """Collects the reports of one command's copies, from any thread.
 
     ``command``: its name, for messages. ``progress`` None: on a terminal. ``quiet``: errors only.
@@ -82,13 +82,12 @@ class CopyReport:
         self._verbose = verbose
         self._dry_run = dry_run
         self._quiet = quiet
-        self._streaming = False  # this thread copies, and may wait for a pipe
-        self._lines = sys.stderr if json else sys.stdout  # of --verbose: JSON is alone on standard output
+        self.is_streaming = False  # this thread copies, and may wait for a pipe
+        self.lines = sys.stderr if json else sys.stdout  # of --verbose: JSON is alone on standard output
         show_progress = sys.stderr.isatty() and not quiet if progress is None else progress
         self._bar = ProgressLine() if show_progress else None
         self.cancel = Cancellation()
         self._totals = Totals()
-        self.planned = self._totals.add
         self._current = ""  # for the progress line
         self._lock = threading.Lock()  # guards the next, and lines
         self._skipped = 0
@@ -147,10 +146,13 @@ class CopyReport:
             os.kill(os.getpid(), number)
         self.signal, self._signalled = number, time.monotonic()
         self.cancel.cancel()
-        if self._streaming:
+        if self.is_streaming:
             raise os_error(errno.ECANCELED)
 
     # ---- what copies report, from any thread ----
+
+    def planned(self, size: int) -> None:
+        self._totals.add(size)
 
     def tick(self) -> None:
         """Draw the progress line, and end copies for which a server makes this process too large."""
@@ -172,7 +174,7 @@ class CopyReport:
         def report(progress: CopyProgress) -> None:
             self._current = source if progress.phase == "copy" else f"verifying {source}"
             self._totals.report(source, progress)
-            if self._streaming:  # no other thread shows it
+            if self.is_streaming:  # no other thread shows it
                 bar.show(progress.moved, progress.total, self._current)
 
         return report
@@ -192,7 +194,6 @@ class CopyReport:
         self._report(source, destination, error.errno or errno.EIO, text_of(error))
 
     def skipped(self) -> None:
-        """Count a file that exists already, with --no-clobber."""
         with self._lock:
             self._skipped += 1
 
@@ -201,16 +202,33 @@ class CopyReport:
         with self._lock:
             self._list("deleted", path)
         if self._dry_run or self._verbose:
-            self._print(f"{'deletes' if self._dry_run else 'deleted'} {path}", self._lines)
-
-    def warned(self, text: str) -> None:
-        self.noticed(f"warning: {text}")
+            self._print(f"{'deletes' if self._dry_run else 'deleted'} {path}", self.lines)
 
     def noticed(self, text: str) -> None:
         with self._lock:
             self._notices += 1
         if not self._quiet and self._notices <= MOST_FAILURES:
             self._print(f"gpufs {self._command}: {text}", sys.stderr)
+
+    # ---- the same, of a copy between machines ----
+
+    def moved(self, source: str, count: int) -> None:
+        self._current = source
+        self._totals.report(source, CopyProgress(count, 0, {}))
+
+    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        if hop == 0:  # the others are not counted
+            self._totals.end(source, [outcome] if isinstance(outcome, CopyResult) else [])
+        if outcome is None:
+            self.skipped()
+        elif isinstance(outcome, CopyResult):
+            self._copied(outcome)
+        else:
+            self._failed(str(outcome.filename), outcome.filename2, outcome)
+
+    def host_lost(self, hop: int, error: CopyError) -> None:
+        if not self.cancel.cancelled:
+            self._failed(str(error.filename), None, error)
 
     # ---- what is printed ----
 
@@ -222,12 +240,12 @@ class CopyReport:
             self._refusals.update(result.refusals)
             self._list("copies", result._asdict())
         if self._dry_run:
-            self._print(f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}", self._lines)
+            self._print(f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}", self.lines)
         elif self._verbose:
             served = ", ".join(f"{path} {bytes_text(count)}" for path, count in result.paths.items()) or "empty"
             rate = rate_text(result.bytes / max(result.seconds, 1e-9))
             text = f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})"
-            self._print(text, self._lines)
+            self._print(text, self.lines)
 
     def _failed(self, source: str, destination: str | None, error: CopyError) -> None:
         if error.errno == errno.EPIPE and destination == STREAM:

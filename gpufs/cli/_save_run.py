@@ -22,7 +22,7 @@ from gpufs.copying.loop import CopyThreads, TreeCopy
 from gpufs.copying.manifest import Limit, Manifest, find_save, text_of_name
 from gpufs.copying.restore import Restore, SavedFiles
 from gpufs.copying.save import Save, Saved
-from gpufs.copying.types import CopyOptions, TreeOptions
+from gpufs.copying.types import CopyOptions
 from gpufs.exceptions import text_of
 from gpufs.syscalls import path_of
 
@@ -160,14 +160,14 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
     check_local("save", destination)
     raise_descriptor_limit()
     report = SaveReport("save", options, goes_on=False)
-    trees = TreeOptions(recursive=True, include=options.include, exclude=options.exclude)
+    chosen = CopyOptions(recursive=True, include=options.include, exclude=options.exclude)
     began = time.time_ns()
     # The first signal only cancels, from before there is anything to remove until it is removed.
     with ExitStack() as opened, report.running(), _explained("save"):
         saved = find_saved(path, timeout, opened)
-        save = Save(saved, destination, trees, report, report.cancel)
+        save = Save(saved, destination, chosen, report, report.cancel)
         opened.callback(save.close)
-        loop = TreeCopy(save, trees, report.cancel, report)
+        loop = TreeCopy(save, report.cancel, report)
         loop.run(lambda: save.find(loop), options.jobs)
         if report.is_good:
             save.seal()

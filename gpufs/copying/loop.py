@@ -7,25 +7,25 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.deletion import Names, check_apart, delete_others, names_of
-from gpufs.copying.entries import Entry, data_bytes
-from gpufs.copying.job import CopyContext
+from gpufs.copying.entries import Entry, data_bytes, find_targets, kind_of
 from gpufs.copying.patterns import Selection
 from gpufs.copying.tree import FileTree, TreeState, adopt, has_attributes
-from gpufs.copying.types import CopyResult, Outcome, Progress, TreeOptions, TreeReport
+from gpufs.copying.types import STREAM, CopyResult, Outcome, Report, as_os_error, check_options
 from gpufs.copying.walk import Fail, Step, Steps, walk_files, walk_store
+from gpufs.exceptions import text_of
 from gpufs.syscalls import start_thread
 
 if TYPE_CHECKING:
+    from gpufs.copying.copier import FileCopier
     from gpufs.copying.store_copy import StoredCopies
-    from gpufs.stores.files import StoreFile
     from gpufs.stores.urls import Url
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
@@ -56,26 +56,24 @@ class Tree(Protocol):
         """Create what is neither a file nor a directory."""
 
 
-class FileCopier(Protocol):
-    """Copies single files: Copier, or what saves them."""
+class _Thread:
+    """A thread. Waits for ``ended``, unlike those of join(), can be interrupted by an exception of a signal handler."""
 
-    context: CopyContext
+    def __init__(self, call: Callable[..., None], *arguments: object) -> None:
+        self.ended = threading.Event()
+        self.join = start_thread(self._run, call, arguments).join
 
-    def copy_each(
-        self,
-        source: Entry | StoreFile,
-        ends: Sequence[Entry | Url],
-        *,
-        progress: Progress,
-        cancel: Cancellation,
-    ) -> list[Outcome]:
-        """Copy a file to each of its destinations."""
+    def _run(self, call: Callable[..., None], arguments: Sequence[object]) -> None:
+        try:
+            call(*arguments)
+        finally:
+            self.ended.set()
 
 
 class CopyThreads:
     """Threads that carry out calls, with a bound on those that wait."""
 
-    def __init__(self, cancel: Cancellation, report: TreeReport) -> None:
+    def __init__(self, cancel: Cancellation, report: Report) -> None:
         self._cancel = cancel
         self._report = report
         # A call, and what to do in its place once cancelled; None for each thread at the end.
@@ -86,25 +84,25 @@ class CopyThreads:
 
         ``find`` runs on a thread of its own, for a store or a disk may be slow to answer.
         """
-        workers: list[threading.Thread] = []
+        workers: list[_Thread] = []
         try:
             for _ in range(jobs):
-                workers.append(start_thread(self._work))
+                workers.append(_Thread(self._work))
         except OSError:
             if not workers:
                 raise
         try:
-            finder = start_thread(self._find, find, len(workers))
+            finder = _Thread(self._find, find, len(workers))
         except OSError:
             self._cancel.cancel()
             raise
         try:
-            while finder.is_alive() and not self._cancel.cancelled:
+            while not finder.ended.is_set() and not self._cancel.cancelled:
                 self._wait(finder)
-            finder.join(_END_SECONDS)  # the walk ends with its present step, unless it waits for a store
+            finder.ended.wait(_END_SECONDS)  # the walk ends with its present step, unless it waits for a store
             deadline = float("inf")
             for worker in workers:
-                while worker.is_alive():
+                while not worker.ended.is_set():
                     self._wait(worker)
                     if self._cancel.cancelled:
                         deadline = min(deadline, time.monotonic() + _INTERRUPT_SECONDS)
@@ -114,32 +112,22 @@ class CopyThreads:
                         return
         except BaseException:  # KeyboardInterrupt, or of a program that is shown the progress
             self._cancel.cancel()
+            finder.ended.wait(_END_SECONDS)
             deadline = time.monotonic() + _INTERRUPT_SECONDS
-            for thread in (finder, *workers):
-                thread.join(max(deadline - time.monotonic(), 0))
+            for worker in workers:
+                worker.ended.wait(max(deadline - time.monotonic(), 0))
             raise
         finally:
+            for thread in (finder, *workers):
+                if thread.ended.is_set():
+                    thread.join()
             with suppress(Empty):  # nothing is queued, unless it was cancelled
                 while True:
                     if (queued := self._queue.get_nowait()) is not None:
                         queued[True]()
 
-    def run_one(self, call: Callable[[], None]) -> None:
-        """Carry out one call by a thread, and raise what it raises. OSError EAGAIN as run()."""
-        failures: list[Exception] = []
-
-        def carry_out() -> None:
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001 - raised below
-                failures.append(error)
-
-        self.run(partial(self.put, carry_out), 1)
-        if failures:
-            raise failures[0]
-
-    def _wait(self, thread: threading.Thread) -> None:
-        thread.join(_REFRESH)
+    def _wait(self, thread: _Thread) -> None:
+        thread.ended.wait(_REFRESH)
         self._report.tick()
 
     def put(self, work: Callable[[], None], drop: Callable[[], None] = lambda: None) -> None:
@@ -153,10 +141,9 @@ class CopyThreads:
     def _find(self, find: Callable[[], None], workers: int) -> None:
         try:
             find()
-        except OSError as error:
-            self._report.failed("", error.filename, error)
         except Exception as error:  # noqa: BLE001 - the workers must end
-            self._report.failed("", None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
+            failure = as_os_error(error)
+            self._report.failed("", failure.filename, failure)
         finally:
             for _ in range(workers):
                 while not self._cancel.cancelled:
@@ -178,26 +165,105 @@ class CopyThreads:
 
 
 class TreeCopy(CopyThreads):
-    def __init__(self, copier: FileCopier, options: TreeOptions, cancel: Cancellation, report: TreeReport) -> None:
+    """One copy of files and directories, with the options of the copier."""
+
+    def __init__(self, copier: FileCopier, cancel: Cancellation, report: Report) -> None:
         super().__init__(cancel, report)
-        self.state = TreeState(options, copier.context, cancel, report)
+        self.state = TreeState(copier.context, cancel, report)
         self._copier = copier
-        self._options = options
+        self._options = options = copier.context.options
         self._selection = Selection(options.include, options.exclude)
         self._stored: StoredCopies | None = None  # of uploads with --update
         self._may_overwrite = False  # by --inplace
         self._jobs = 1
+        self._many = True  # several files, perhaps
         # A lock if there is space for one copy at a time.
         self._turn: AbstractContextManager[object] = nullcontext()
 
     def run(self, find: Callable[[], None], jobs: int) -> None:
         """Copy what ``find`` adds, as CopyThreads.run()."""
-        self._jobs = jobs
-        super().run(find, jobs)
+        self._jobs = jobs if self._many else 1
+        super().run(find, self._jobs)
 
     # ---- what is copied ----
 
-    def find_files(self, named: Sequence[Sequence[tuple[str, Entry]]]) -> None:
+    @contextmanager
+    def opened(
+        self,
+        sources: Sequence[str],
+        ends: Sequence[str],
+        *,
+        in_directory: bool = False,
+        is_one: bool = False,
+        shell: str = "",
+        program: str = "",
+    ) -> Iterator[Callable[[], None]]:
+        """Find out what names mean, and yield what finds their files, for run(). OSError if they cannot be used.
+
+        ``ends``: the destination, or several. They are what cp(1) takes them for: ``in_directory`` as -t. ``is_one``:
+        no pattern may name several files. This connects to other machines, which may ask for a password; ``shell``,
+        ``program``: as of Route.
+        """
+        options, kind = self._options, kind_of((*sources, *ends))
+        if not all(sources) or not all(ends):
+            raise OSError(errno.ENOENT, "an empty name is given where a file belongs")
+        if kind != "file" and STREAM in (*sources, *ends):
+            raise OSError(errno.EINVAL, "- is standard input or output, and the other name must be on this machine")
+        self._many = options.recursive or len(sources) > 1
+        if kind == "host":
+            check_options(options, "HOST:PATH")
+            with self._connected(sources, ends, in_directory, shell, program) as find:
+                yield find
+            return
+        names, follow = sources, not options.recursive
+        urls: list[Url] = []
+        if kind == "url":
+            from gpufs.copying import store_copy  # other copies need none of it
+
+            check_options(options, "a URL")
+            urls, target = store_copy.plan(sources, ends)
+            if target is not None:
+                into = not options.exact and (in_directory or target.is_directory or len(sources) > 1)
+                yield partial(self._find_uploads, sources, target, into=into)
+                return
+            names, follow = [url.name for url in urls], False
+            if any(url.is_pattern for url in urls):
+                if options.exact or is_one:
+                    text = "a pattern names several files, and -T takes one SOURCE ([*] stands for the character *)"
+                    raise OSError(errno.EINVAL, text, sources[0])
+                self._many = in_directory = True
+        with ExitStack() as opened:
+            named = []
+            for end in ends:
+                found = find_targets(names, end, follow=follow, directory=in_directory, exact=options.exact)
+                try:
+                    named.append(opened.enter_context(found))
+                except OSError as error:
+                    raise OSError(error.errno, text_of(error), end) from None
+            yield partial(self._find_urls, urls, named) if urls else partial(self._find_files, named)
+
+    @contextmanager
+    def _connected(
+        self, sources: Sequence[str], ends: Sequence[str], in_directory: bool, shell: str, program: str
+    ) -> Iterator[Callable[[], None]]:
+        from gpufs.copying import host_copy
+
+        context, failures = self.state.context, list[Exception]()
+        route = host_copy.Route(sources, ends, shell=shell, program=program)
+        request = host_copy.new_request(self._options, in_directory=in_directory)
+        with route.connected(self._cancel, self._report.noticed) as copy:
+
+            def carry_out() -> None:
+                try:
+                    copy(context, request, self._report)
+                except Exception as error:  # noqa: BLE001 - raised below, where the connection explains it
+                    failures.append(error)
+
+            yield partial(self.put, carry_out)
+            if failures:
+                raise failures[0]
+
+    def _find_files(self, named: Sequence[Sequence[tuple[str, Entry]]]) -> None:
         """Walk over files and directories of this machine. ``named``: for each destination the sources and copies."""
         found = []
         for copies in zip(*named, strict=True):
@@ -207,14 +273,13 @@ class TreeCopy(CopyThreads):
                 check_apart(copies[0][0], copies[0][1].path)
         self._delete_others(found)
         self._may_overwrite = self._options.replace
-        many = self._options.recursive or len(found) > 1 or len(named) > 1
-        if not many or self._all_fit(found, replaces=self._options.replace):
+        if not (self._many or len(named) > 1) or self._all_fit(found, replaces=self._options.replace):
             for source in found:
                 created: set[tuple[int, int]] = set()
                 self.add(source.walk(self._fail), [FileTree(copy, self.state, created) for copy in source.copies])
 
-    def find_urls(self, urls: Sequence[Url], named: Sequence[Sequence[Entry]]) -> None:
-        """Ask stores for the files of URLs. ``named``: for each destination the copies of the URLs."""
+    def _find_urls(self, urls: Sequence[Url], named: Sequence[Sequence[tuple[str, Entry]]]) -> None:
+        """Ask stores for the files of URLs. ``named``: for each destination the names and copies of the URLs."""
         from gpufs.stores import finding
 
         found = []
@@ -224,7 +289,7 @@ class TreeCopy(CopyThreads):
             except OSError as error:
                 self._fail(url.shown, error)
                 continue
-            copies = [of_end[place] for of_end in named]
+            copies = [of_end[place][1] for of_end in named]
             if not url.is_pattern:
                 directory = None if files[0].url.key == url.key else url.shown
                 found.append(Source(partial(walk_store, directory, files), copies))
@@ -233,13 +298,12 @@ class TreeCopy(CopyThreads):
                 beside = [copy.beside(file.path) for copy in copies]
                 found.append(Source(partial(walk_store, None, [file]), beside))
         self._delete_others(found)
-        many = self._options.recursive or len(found) > 1 or len(named) > 1
-        if not many or self._all_fit(found, replaces=True):
+        if not (self._many or len(named) > 1) or self._all_fit(found, replaces=True):
             for source in found:
                 trees = [FileTree(copy, self.state, set(), follow=True) for copy in source.copies]
                 self.add(source.walk(self._fail), trees)
 
-    def find_uploads(self, sources: Sequence[str], url: Url, *, into: bool) -> None:
+    def _find_uploads(self, sources: Sequence[str], url: Url, *, into: bool) -> None:
         """Walk over what is stored at a URL, or below it with ``into``."""
         from gpufs.copying.store_copy import BucketTree, StoredCopies, delete_other_objects
 
@@ -295,14 +359,14 @@ class TreeCopy(CopyThreads):
 
     def _report_unmatched(self) -> None:
         for text in self._selection.unmatched():
-            self._report.warned(f"the pattern {text} matches nothing, neither in the source nor in the copy")
+            self._report.noticed(f"warning: the pattern {text} matches nothing, neither in the source nor in the copy")
 
     def _names(self, walk: Callable[[Fail], Steps]) -> Names | None:
         """Return what a source has; None if that is not a directory, or if not all of it can be read."""
         errors: list[OSError] = []
         names = names_of(self._selection.of(walk(lambda path, error: errors.append(error))))
         if errors:
-            self._report.warned("nothing is deleted, for not all of the source can be read")
+            self._report.noticed("warning: nothing is deleted, for not all of the source can be read")
         return None if errors or names.get("") != "directory" else names
 
     # ---- space ----
@@ -393,7 +457,7 @@ class TreeCopy(CopyThreads):
                     outcomes = self._copier.copy_each(step.source, ends, progress=progress, cancel=self._cancel)
             self._report.finished(step.path, names, outcomes)
         except Exception as error:  # noqa: BLE001 - the other files are still copied
-            self._report.failed(step.path, None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
+            self._report.failed(step.path, None, as_os_error(error))
         finally:
             self._release(step)
 

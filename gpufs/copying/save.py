@@ -21,8 +21,8 @@ from gpufs import safe_path, syscalls
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.attributes import read_xattrs
+from gpufs.copying.copier import FileCopier
 from gpufs.copying.entries import Entry, OpenFile, SourceAttributes, data_bytes, open_path
-from gpufs.copying.job import CopyContext
 from gpufs.copying.loop import TreeCopy
 from gpufs.copying.manifest import (
     KINDS,
@@ -50,8 +50,7 @@ from gpufs.copying.types import (
     CopyResult,
     Outcome,
     Progress,
-    TreeOptions,
-    TreeReport,
+    Report,
 )
 from gpufs.copying.walk import Folder, Step, Steps, walk_files
 from gpufs.exceptions import text_of
@@ -81,21 +80,20 @@ class Saved(NamedTuple):
     limits: list[Limit]
 
 
-class Save:
-    """One save. It takes the place of a Copier in the loop of copies.
+class Save(FileCopier):
+    """One save. In the loop of copies it copies the files.
 
     OSError if it cannot have the name of ``destination``. ``options``: which files are left out.
     """
 
     def __init__(
-        self, saved: Saved, destination: str, options: TreeOptions, report: TreeReport, cancel: Cancellation
+        self, saved: Saved, destination: str, options: CopyOptions, report: Report, cancel: Cancellation
     ) -> None:
+        super().__init__(options, None)
         self._saved = saved
         self.path = safe_path.real(destination)
         self._check_place()
         self._new = NewDirectory(self.path, _check_is_save)
-        self.context = CopyContext(CopyOptions(), None)
-        self._options = options
         self._report = report
         self._cancel = cancel
         self._reader = PartReader()
@@ -135,7 +133,7 @@ class Save:
             os.close(self._tree)
             self._tree = -1
         self._new.close()
-        self.context.close()
+        super().close()
 
     # ---- what is saved ----
 
@@ -152,7 +150,7 @@ class Save:
         needed = 0
         for directory, _ in self._saved.directories:
             steps = self._walk(directory, lambda path, error: None)
-            for step in Selection(self._options.include, self._options.exclude).of(steps):
+            for step in Selection(self.context.options.include, self.context.options.exclude).of(steps):
                 if self._cancel.cancelled:
                     return False
                 if step.kind == "file" and step.size and step.status is not None:
@@ -219,7 +217,7 @@ class Save:
         assert isinstance(end, Entry)
         try:
             with entries.open_source(source) as opened:
-                return [self._copy(opened, end, progress)]
+                return [self._save(opened, end, progress)]
         except OSError as error:
             error = _explained(error)
             if isinstance(error, CopyError):
@@ -227,7 +225,7 @@ class Save:
             names = (end.path, None) if error.errno in (errno.ENOSPC, errno.EDQUOT) else (source.path, end.path)
             return [CopyError(error.errno or errno.EIO, text_of(error), *names)]
 
-    def _copy(self, source: OpenFile, end: Entry, progress: Progress) -> CopyResult:
+    def _save(self, source: OpenFile, end: Entry, progress: Progress) -> CopyResult:
         began, status = time.monotonic(), _fresh_status(source.fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EBUSY, "is not a regular file any more")

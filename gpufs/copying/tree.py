@@ -18,7 +18,7 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.copying.entries import NEITHER, Entry, SourceAttributes, is_inside, open_path, preserve, set_times
 from gpufs.copying.identity import Identity
 from gpufs.copying.job import CopyContext
-from gpufs.copying.types import TreeOptions, TreeReport
+from gpufs.copying.types import CopyOptions, Report
 from gpufs.copying.walk import Folder, Step
 from gpufs.exceptions import NotOnMount
 from gpufs.syscalls import closed_after, path_of
@@ -212,14 +212,17 @@ def pass_on(entry: Entry, copy: os.stat_result, source: SourceAttributes) -> Non
 class TreeState:
     """State that all copies of one command share."""
 
-    options: TreeOptions
     context: CopyContext
     cancel: Cancellation
-    report: TreeReport
+    report: Report
     # The sources of all that has been copied, by the names of the copies.
     made: dict[str, str] = field(default_factory=dict)
     unchanged: set[str] = field(default_factory=set)  # the names of copies for which nothing is to be done
     links: list[str] = field(default_factory=list)  # the copies of links whose originals lead to files
+
+    @property
+    def options(self) -> CopyOptions:
+        return self.context.options
 
     def identity(self, step: Step) -> Identity:
         """Return what the copies of a file are compared by."""
@@ -355,7 +358,7 @@ class FileTree:
             if before is None:
                 self._state.made[name] = step.path
             elif os.path.normpath(before) == os.path.normpath(step.path):
-                report.warned(f"{step.path}: is given more than once")
+                report.noticed(f"warning: {step.path}: is given more than once")
             else:
                 raise OSError(errno.EEXIST, "another source of this command has been copied there")
         except OSError as error:
