@@ -11,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
 from gpufs import mounting
 from gpufs.cli._output import countdown_text, json_text, printable
 from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
-from gpufs.copying.types import MOST_FAILURES, STREAM, Outcome, Report, Totals, check_memory
+from gpufs.copying.types import MOST_FAILURES, STREAM, CopyOptions, Outcome, Report, Totals, check_memory
 from gpufs.exceptions import text_of
 from gpufs.syscalls import os_error
 from gpufs.units import bytes_text, rate_text
@@ -61,31 +62,30 @@ class ProgressLine:
             pass  # nobody watches
 
 
-class CopyReport(Report):
-    """Collects the reports of one command's copies, from any thread.
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions(CopyOptions):
+    """The options of a command that copies.
 
     ``command``: its name, for messages. ``progress`` None: on a terminal. ``quiet``: errors only.
     """
 
-    def __init__(
-        self,
-        command: str,
-        *,
-        json: bool,
-        verbose: bool,
-        progress: bool | None,
-        dry_run: bool = False,
-        quiet: bool = False,
-    ) -> None:
-        self._command = command
-        self._json = json
-        self._verbose = verbose
-        self._dry_run = dry_run
-        self._quiet = quiet
+    jobs: int = 4
+    verbose: bool = False
+    json: bool = False
+    progress: bool | None = None
+    quiet: bool = False
+    command: str
+
+
+class CopyReport(Report):
+    """Collects the reports of one command's copies, from any thread."""
+
+    def __init__(self, options: CommandOptions) -> None:
+        self._options = options
         self.is_streaming = False  # this thread copies, and may wait for a pipe
-        self.lines = sys.stderr if json else sys.stdout  # of --verbose: JSON is alone on standard output
-        show_progress = sys.stderr.isatty() and not quiet if progress is None else progress
-        self._bar = ProgressLine() if show_progress else None
+        self.lines = sys.stderr if options.json else sys.stdout  # of --verbose: JSON is alone on standard output
+        progress = sys.stderr.isatty() and not options.quiet if options.progress is None else options.progress
+        self._bar = ProgressLine() if progress else None
         self.cancel = Cancellation()
         self._totals = Totals()
         self._current = ""  # for the progress line
@@ -109,7 +109,7 @@ class CopyReport(Report):
         """Print the JSON, and return the exit code of the command."""
         if self.failures > MOST_FAILURES:
             self.noticed(f"{self.failures - MOST_FAILURES} more failures are not shown")
-        if self._json:
+        if self._options.json:
             print(json_text(self.summary()))
             sys.stdout.flush()
         if self.signal is not None:
@@ -201,14 +201,14 @@ class CopyReport(Report):
         """Take what has been removed, or would be with --dry-run."""
         with self._lock:
             self._list("deleted", path)
-        if self._dry_run or self._verbose:
-            self._print(f"{'deletes' if self._dry_run else 'deleted'} {path}", self.lines)
+        if self._options.dry_run or self._options.verbose:
+            self._print(f"{'deletes' if self._options.dry_run else 'deleted'} {path}", self.lines)
 
     def noticed(self, text: str) -> None:
         with self._lock:
             self._notices += 1
-        if not self._quiet and self._notices <= MOST_FAILURES:
-            self._print(f"gpufs {self._command}: {text}", sys.stderr)
+        if not self._options.quiet and self._notices <= MOST_FAILURES:
+            self._print(f"gpufs {self._options.command}: {text}", sys.stderr)
 
     # ---- the same, of a copy between machines ----
 
@@ -239,9 +239,9 @@ class CopyReport(Report):
             self._methods[result.method] += 1
             self._refusals.update(result.refusals)
             self._list("copies", result._asdict())
-        if self._dry_run:
+        if self._options.dry_run:
             self._print(f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}", self.lines)
-        elif self._verbose:
+        elif self._options.verbose:
             served = ", ".join(f"{path} {bytes_text(count)}" for path, count in result.paths.items()) or "empty"
             rate = rate_text(result.bytes / max(result.seconds, 1e-9))
             text = f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})"
@@ -285,11 +285,11 @@ class CopyReport(Report):
         if number in (errno.EPERM, errno.EACCES) and mounting.is_root(os.path.dirname(destination or source)):
             text += " (README there lists the directories that take files)"
         where = "" if names_files else " -> ".join(name for name in (source, destination) if name)
-        self._print(f"gpufs {self._command}: {f'{where}: ' if where else ''}{text}", sys.stderr)
+        self._print(f"gpufs {self._options.command}: {f'{where}: ' if where else ''}{text}", sys.stderr)
 
     def _list(self, name: str, item: str | dict[str, Any]) -> None:
         """Keep what --json shows, up to a limit. Call it with the lock."""
-        if self._json and self._listed < _MOST_LISTED:
+        if self._options.json and self._listed < _MOST_LISTED:
             self._lists[name].append(item)
             self._listed += 500 + len(item if isinstance(item, str) else "".join(map(str, item.values())))
 

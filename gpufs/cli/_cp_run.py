@@ -8,30 +8,25 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gpufs.cli._copy_report import CopyReport
+from gpufs.cli._copy_report import CommandOptions, CopyReport
 from gpufs.cli._files import raise_descriptor_limit
-from gpufs.cli._output import Failure, complain
+from gpufs.cli._output import Failure
 from gpufs.client import CopyError
 from gpufs.copying.copier import FileCopier
 from gpufs.copying.entries import Entry, kind_of
 from gpufs.copying.loop import TreeCopy
-from gpufs.copying.types import STREAM, CopyOptions, as_os_error
+from gpufs.copying.types import STREAM, as_os_error
 from gpufs.exceptions import text_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpOptions(CopyOptions):
-    """The options of the command. ``archive`` implies recursive and preserve. ``progress`` None: on a terminal.
+class CpOptions(CommandOptions):
+    """The options of `gpufs cp` and `gpufs sync`. ``archive`` implies recursive and preserve.
 
-    ``shell`` and ``remote_gpufs``: of the other machine, None for ssh and gpufs. ``command``: its name, for messages.
+    ``shell`` and ``remote_gpufs``: of the other machine, None for ssh and gpufs.
     """
 
     archive: bool = False
-    jobs: int = 4
-    verbose: bool = False
-    json: bool = False
-    progress: bool | None = None
-    quiet: bool = False
     shell: str | None = None
     remote_gpufs: str | None = None
     command: str = "cp"
@@ -65,9 +60,8 @@ def _run(names: list[str], directories: list[str], options: CpOptions) -> int:
     if not all((*names, *directories)):
         raise Failure("an empty name is given where a file belongs", 2)
     sources, ends = (names, directories) if directories else (names[:-1], names[-1:])
-    shown = {name: getattr(options, name) for name in ("json", "verbose", "progress", "dry_run", "quiet")}
-    report = CopyReport(options.command, **shown)
-    with FileCopier(options, partial(_complain, options)) as copier:
+    report = CopyReport(options)
+    with FileCopier(options, report.noticed) as copier:
         if STREAM in names and kind == "file":
             _copy_stream(copier, report, *names)
         else:
@@ -95,11 +89,6 @@ def _check_several(directories: list[str]) -> None:
     twice = [directory for place, directory in enumerate(directories) if paths[place] in paths[:place]]
     if twice:
         raise Failure(f"{twice[0]}: is given more than once with -t", 2)
-
-
-def _complain(options: CpOptions, text: str) -> None:
-    if not options.quiet:
-        complain(text, options.command)
 
 
 def _copy(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from queue import Empty, Full, Queue
@@ -19,13 +20,14 @@ from gpufs.copying.entries import Entry, data_bytes, find_targets, kind_of
 from gpufs.copying.patterns import Selection
 from gpufs.copying.tree import FileTree, TreeState, adopt, has_attributes
 from gpufs.copying.types import STREAM, CopyResult, Outcome, Report, as_os_error, check_options
-from gpufs.copying.walk import Fail, Step, Steps, walk_files, walk_store
+from gpufs.copying.walk import Step, Steps, replay, walk_files, walk_store
 from gpufs.exceptions import text_of
 from gpufs.syscalls import start_thread
 
 if TYPE_CHECKING:
     from gpufs.copying.copier import FileCopier
     from gpufs.copying.store_copy import StoredCopies
+    from gpufs.stores.files import StoreFile
     from gpufs.stores.urls import Url
 
 _QUEUED_FILES: Final = 64  # the directories of queued files are open
@@ -37,10 +39,18 @@ _IN_PLACE: Final = "for both versions of files that it replaces (--inplace overw
 
 
 class Source(NamedTuple):
-    """A name to copy from: its walk, and its copies, one for each destination."""
+    """What a name to copy from has, and its copies, one for each destination."""
 
-    walk: Callable[[Fail], Steps]
-    copies: Sequence[Entry]
+    steps: Steps
+    trees: Sequence[FileTree]
+
+
+class _Need(NamedTuple):
+    """The bytes that a copy needs, and those that it frees. ``is_done``: it is there, and has all attributes."""
+
+    size: int = 0
+    freed: int = 0
+    is_done: bool = False
 
 
 class Tree(Protocol):
@@ -172,7 +182,9 @@ class TreeCopy(CopyThreads):
         self.state = TreeState(copier.context, cancel, report)
         self._copier = copier
         self._options = options = copier.context.options
-        self._selection = Selection(options.include, options.exclude)
+        self.selection = Selection(options.include, options.exclude)
+        self._made: dict[str, Step] = {}  # what has been planned, by the names of the copies
+        self._is_incomplete = False  # not all of the sources can be read
         self._stored: StoredCopies | None = None  # of uploads with --update
         self._may_overwrite = False  # by --inplace
         self._jobs = 1
@@ -267,16 +279,13 @@ class TreeCopy(CopyThreads):
         """Walk over files and directories of this machine. ``named``: for each destination the sources and copies."""
         found = []
         for copies in zip(*named, strict=True):
-            walk = partial(self._walk, copies[0][0], hint="-r copies it, -t copies into it")
-            found.append(Source(walk, [copy for _, copy in copies]))
+            source = copies[0][0]
             if self._options.delete:
-                check_apart(copies[0][0], copies[0][1].path)
-        self._delete_others(found)
+                check_apart(source, copies[0][1].path)
+            steps = self._walk(source, hint="-r or gpufs.copy_tree() copies it, -t copies into it")
+            found.append(Source(steps, [FileTree(copy, self.state) for _, copy in copies]))
         self._may_overwrite = self._options.replace
-        if not (self._many or len(named) > 1) or self._all_fit(found, replaces=self._options.replace):
-            for source in found:
-                created: set[tuple[int, int]] = set()
-                self.add(source.walk(self._fail), [FileTree(copy, self.state, created) for copy in source.copies])
+        self._copy_all(found, replaces=self._options.replace)
 
     def _find_urls(self, urls: Sequence[Url], named: Sequence[Sequence[tuple[str, Entry]]]) -> None:
         """Ask stores for the files of URLs. ``named``: for each destination the names and copies of the URLs."""
@@ -290,18 +299,15 @@ class TreeCopy(CopyThreads):
                 self._fail(url.shown, error)
                 continue
             copies = [of_end[place][1] for of_end in named]
-            if not url.is_pattern:
-                directory = None if files[0].url.key == url.key else url.shown
-                found.append(Source(partial(walk_store, directory, files), copies))
-                continue
-            for file in files:  # the copies have the pattern's name
-                beside = [copy.beside(file.path) for copy in copies]
-                found.append(Source(partial(walk_store, None, [file]), beside))
-        self._delete_others(found)
-        if not (self._many or len(named) > 1) or self._all_fit(found, replaces=True):
-            for source in found:
-                trees = [FileTree(copy, self.state, set(), follow=True) for copy in source.copies]
-                self.add(source.walk(self._fail), trees)
+            each: list[tuple[str | None, list[StoreFile], list[Entry]]]
+            if url.is_pattern:  # the copies have the pattern's name
+                each = [(None, [file], [copy.beside(file.path) for copy in copies]) for file in files]
+            else:
+                each = [(None if files[0].url.key == url.key else url.shown, files, copies)]
+            for directory, below, ends in each:
+                trees = [FileTree(end, self.state, follow=True) for end in ends]
+                found.append(Source(self.selection.of(walk_store(directory, below)), trees))
+        self._copy_all(found, replaces=True)
 
     def _find_uploads(self, sources: Sequence[str], url: Url, *, into: bool) -> None:
         """Walk over what is stored at a URL, or below it with ``into``."""
@@ -309,22 +315,44 @@ class TreeCopy(CopyThreads):
 
         for source in sources:
             target = url.below(os.path.basename(os.path.normpath(source))) if into else url
-            names = self._names(partial(self._walk, source, follow=True)) if self._options.delete else None
+            steps = self._walk(source, follow=True)
             if self._options.update and not self._options.checksum:
                 self._stored = StoredCopies(target, recursive=self._options.recursive)
-            if names is not None:
-                delete_other_objects(target, names, self._selection, self.state)
-                self._report_unmatched()
-            self.add(self._walk(source, self._fail, follow=True), [BucketTree(target, self.state)])
+            if self._options.delete:
+                listed = self.listed(steps)
+                if (names := self._names(listed)) is not None:
+                    delete_other_objects(target, names, self.selection, self.state)
+                    self._report_unmatched()
+                steps = replay(listed, self._fail)
+            self.add(steps, [BucketTree(target, self.state)])
 
-    def _walk(self, source: str, fail: Fail, *, hint: str = "-r copies it", follow: bool = False) -> Steps:
+    def _walk(self, source: str, *, hint: str = "-r copies it", follow: bool = False) -> Steps:
         recursive, dereference = self._options.recursive, self._options.dereference
         entry = Entry.of(source, follow=follow or dereference or not recursive)
-        return walk_files(entry, fail, recursive=recursive, dereference=dereference, hint=hint)
+        steps = walk_files(entry, self._fail, recursive=recursive, dereference=dereference, hint=hint)
+        return self.selection.of(steps)
+
+    def _copy_all(self, found: Sequence[Source], *, replaces: bool) -> None:
+        """Copy sources. If they may have several files, each is walked over to its end before anything is changed.
+
+        ``replaces``: existing files keep their memory until their new versions are complete.
+        """
+        if self._many or any(len(source.trees) > 1 for source in found):
+            listed, needs = [], [list[_Need]() for _ in found[0].trees] if found else []
+            for source in found:
+                steps = self.listed(source.steps)
+                if self._options.delete:
+                    self._delete_others(source, steps)
+                listed.append(
+                    Source(replay(self._plan(steps, source.trees, needs, replaces), self._fail), source.trees)
+                )
+            found = listed if self._options.partial or self._all_fit(found, needs, replaces=replaces) else []
+        for source in found:
+            self.add(source.steps, source.trees)
 
     def add(self, steps: Steps, trees: Sequence[Tree]) -> None:
         """Create directories and links, and queue files."""
-        with closing(self._selection.of(steps)) as steps:
+        with closing(steps):
             for step in steps:
                 if self._cancel.cancelled:
                     return
@@ -343,89 +371,108 @@ class TreeCopy(CopyThreads):
                     self.put(partial(self._copy, step, ends), partial(self._release, step))
 
     def _fail(self, path: str, error: OSError) -> None:
+        self._is_incomplete = True
         self._report.failed(path, None, error)
 
-    def _delete_others(self, found: Sequence[Source]) -> None:
-        """Remove from the copies what their sources do not have. It comes first, for the space that it frees."""
-        for source in found if self._options.delete else ():
-            names = self._names(source.walk)
-            if names is not None:
-                for copy in source.copies:
-                    delete_others(
-                        copy, names, self._selection, self._cancel, self._report, dry_run=self._options.dry_run
-                    )
-        if found and self._options.delete:
-            self._report_unmatched()
+    # ---- before anything is changed ----
+
+    def listed(self, steps: Steps) -> list[Step]:
+        """Walk over a source to its end, or until this is cancelled."""
+        with closing(steps):
+            return list(itertools.takewhile(lambda step: not self._cancel.cancelled, steps))
+
+    def _plan(
+        self, steps: Iterable[Step], trees: Sequence[FileTree], needs: Sequence[list[_Need]], replaces: bool
+    ) -> list[Step]:
+        """Return what is to be done, and add to ``needs`` what it takes at each destination."""
+        bases = [os.path.normpath(tree.base.path) for tree in trees]
+        planned = []
+        for step in steps:
+            if step.kind == "file":
+                paths = [os.path.join(base, step.below) for base in bases] if step.folder is not None else bases
+                if not self._is_first(step, paths):
+                    continue
+                found = [self._need(path, step, replaces=replaces) for path in paths] if step.has_content else []
+                if found and all(need.is_done for need in found):
+                    for _ in found:
+                        self._report.skipped()
+                    continue
+                for need, of_end in zip(found, needs, strict=False):
+                    of_end.append(need)
+            planned.append(step)
+        return planned
+
+    def _is_first(self, step: Step, paths: Sequence[str]) -> bool:
+        """Return whether the copies are the first of their names in this command."""
+        for path in paths:
+            before = self._made.setdefault(path, step)
+            if before is step:
+                continue
+            if os.path.normpath(before.path) == os.path.normpath(step.path):
+                self._report.noticed(f"warning: {step.path}: is given more than once")
+            else:
+                text = "another source of this command has been copied there"
+                self._report.failed(step.path, path, OSError(errno.EEXIST, text))
+            return False
+        return True
+
+    def _delete_others(self, source: Source, steps: Iterable[Step]) -> None:
+        """Remove from the copies what their source does not have. It comes first, for the space that it frees."""
+        if (names := self._names(steps)) is not None:
+            for tree in source.trees:
+                dry_run = self._options.dry_run
+                delete_others(tree.base, names, self.selection, self._cancel, self._report, dry_run=dry_run)
+        self._report_unmatched()
 
     def _report_unmatched(self) -> None:
-        for text in self._selection.unmatched():
+        for text in self.selection.unmatched():
             self._report.noticed(f"warning: the pattern {text} matches nothing, neither in the source nor in the copy")
 
-    def _names(self, walk: Callable[[Fail], Steps]) -> Names | None:
+    def _names(self, steps: Iterable[Step]) -> Names | None:
         """Return what a source has; None if that is not a directory, or if not all of it can be read."""
-        errors: list[OSError] = []
-        names = names_of(self._selection.of(walk(lambda path, error: errors.append(error))))
-        if errors:
+        if self._is_incomplete:
             self._report.noticed("warning: nothing is deleted, for not all of the source can be read")
-        return None if errors or names.get("") != "directory" else names
+        names = names_of(steps)
+        complete = not self._is_incomplete and not self._cancel.cancelled
+        return names if complete and names.get("") == "directory" else None
 
-    # ---- space ----
-
-    def _all_fit(self, found: Sequence[Source], *, replaces: bool) -> bool:
-        """Return whether all files fit at each destination, and report where not.
-
-        ``replaces``: existing files keep their memory until their new versions are complete.
-        """
-        if self._options.partial or not found:
-            return True
-        needs: list[dict[str, tuple[int, int]]] = [{} for _ in found[0].copies]  # by the names of the copies
-        for source in found:
-            for step in self._selection.of(source.walk(_ignore)):
-                if step.kind == "file" and step.size:
-                    for copy, of_end in zip(source.copies, needs, strict=True):
-                        path = os.path.join(copy.as_directory().path, step.below) if step.below else copy.path
-                        if (need := self._need(path, step, replaces=replaces)) is not None:
-                            of_end[path] = need
-        ends = zip(found[0].copies, needs, strict=True)
-        fits = [self._fit(copy, of_end, replaces=replaces) for copy, of_end in ends]
+    def _all_fit(self, found: Sequence[Source], needs: Sequence[list[_Need]], *, replaces: bool) -> bool:
+        """Return whether all files fit at each destination, and report where not."""
+        trees = found[0].trees if found else []
+        fits = [self._fit(tree.base, of_end, replaces=replaces) for tree, of_end in zip(trees, needs, strict=True)]
         return all(fits)
 
-    def _need(self, path: str, step: Step, *, replaces: bool) -> tuple[int, int] | None:
-        """Return the bytes that a copy needs and those that it frees, None if there is none to be made."""
+    def _need(self, path: str, step: Step, *, replaces: bool) -> _Need:
         options, context = self._options, self.state.context
         size = step.size if step.status is None else data_bytes(step.status, step.size)
         entry = Entry.of(path, follow=False)
         try:
             status = entry.status()
         except OSError:
-            return size, 0
+            return _Need(size)
         if options.no_clobber:
-            return None
+            return _Need()
         if options.checksum:  # whether it is a copy is known once it is read
             is_copy = status.st_size == step.size
         else:
             is_copy = self.state.identity(step).is_of(entry, status) and not context.is_written(status)
         if options.update and is_copy:
-            if not options.checksum and (
-                not options.preserve or step.status is None or has_attributes(status, step.status)
-            ):
-                self.state.unchanged.add(path)
-            return None
+            has_all = not options.preserve or step.status is None or has_attributes(status, step.status)
+            return _Need(is_done=has_all and not options.checksum)
         frees = stat.S_ISREG(status.st_mode) and not (replaces and context.is_held(status))
-        return size, status.st_blocks * 512 if frees else 0
+        return _Need(size, status.st_blocks * 512 if frees else 0)
 
-    def _fit(self, base: Entry, needs: Mapping[str, tuple[int, int]], *, replaces: bool) -> bool:
-        """``replaces``: two versions of a file exist until the new one is complete."""
-        sizes = needs.values()
-        grown = sum(max(size - freed, 0) if replaces else size - freed for size, freed in sizes)
-        twice = sorted((min(need) for need in sizes), reverse=True) if replaces else []
+    def _fit(self, base: Entry, needs: Sequence[_Need], *, replaces: bool) -> bool:
+        """Return whether files fit. ``replaces``: two versions of one exist until the new one is complete."""
+        grown = sum(max(need.size - need.freed, 0) if replaces else need.size - need.freed for need in needs)
+        twice = sorted((min(need.size, need.freed) for need in needs), reverse=True) if replaces else []
         context, place = self._copier.context, base.path
         try:
             with suppress(FileNotFoundError, NotADirectoryError), base.filled() as (directory, place):
                 if any(twice) and not context.has_space(directory, grown + sum(twice[: self._jobs])):
                     self._turn = threading.Lock()
                     del twice[1:]
-                largest = max(size for size, _ in sizes) if len(sizes) > 1 else None
+                largest = max(need.size for need in needs) if len(needs) > 1 else None
                 needed = grown + sum(twice[: self._jobs])
                 try:
                     context.check_space(directory, needed, self._cancel, largest=largest)
@@ -495,7 +542,3 @@ class TreeCopy(CopyThreads):
         if before is not None and isinstance(end, Entry) and not options.dry_run:
             adopt(end, before, step, self.state)
         return True
-
-
-def _ignore(path: str, error: OSError) -> None:
-    """Leave a failure to the copies, which report it."""

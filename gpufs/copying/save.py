@@ -43,7 +43,6 @@ from gpufs.copying.manifest import (
 )
 from gpufs.copying.new_directory import NewDirectory
 from gpufs.copying.part_sums import PART_BYTES, MovedBytes, PartReader, Sums
-from gpufs.copying.patterns import Selection
 from gpufs.copying.types import (
     CopyError,
     CopyOptions,
@@ -52,7 +51,7 @@ from gpufs.copying.types import (
     Progress,
     Report,
 )
-from gpufs.copying.walk import Folder, Step, Steps, walk_files
+from gpufs.copying.walk import Folder, Step, Steps, replay, walk_files
 from gpufs.exceptions import text_of
 from gpufs.syscalls import closed_after, path_of
 
@@ -138,29 +137,24 @@ class Save(FileCopier):
     # ---- what is saved ----
 
     def find(self, loop: TreeCopy) -> None:
-        if self._fits():
-            for directory, name in self._saved.directories:
-                loop.add(self._walk(directory, self._fail), [_SavedTree(self, name)])
-
-    def _walk(self, directory: Entry, fail: Callable[[str, OSError], None]) -> Steps:
-        return walk_files(directory, fail, recursive=True, dereference=False)
-
-    def _fits(self) -> bool:
-        """Return whether there is space, and report if not."""
-        needed = 0
-        for directory, _ in self._saved.directories:
-            steps = self._walk(directory, lambda path, error: None)
-            for step in Selection(self.context.options.include, self.context.options.exclude).of(steps):
-                if self._cancel.cancelled:
-                    return False
+        """Walk over all directories, and then save them if there is space."""
+        found, needed = [], 0
+        for directory, name in self._saved.directories:
+            steps = loop.listed(loop.selection.of(self._walk(directory, self._fail)))
+            found.append((steps, name))
+            for step in steps:
                 if step.kind == "file" and step.size and step.status is not None:
                     needed += data_bytes(step.status, step.size) // step.status.st_nlink
         try:
             self.context.check_space(self._new.fd, needed, self._cancel)
         except OSError as error:
             self._report.failed("", os.path.dirname(self.path), error)
-            return False
-        return True
+            return
+        for steps, name in found:
+            loop.add(replay(steps, self._fail), [_SavedTree(self, name)])
+
+    def _walk(self, directory: Entry, fail: Callable[[str, OSError], None]) -> Steps:
+        return walk_files(directory, fail, recursive=True, dereference=False)
 
     def _fail(self, path: str, error: OSError) -> None:
         """Report what cannot be found. What other users keep to themselves is left out."""

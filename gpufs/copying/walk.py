@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from gpufs.copying.entries import Entry, is_link
@@ -32,8 +32,17 @@ class Folder:
     Thread-safe: use() and release().
     """
 
-    def __init__(self, path: str, name: str, fd: int, status: os.stat_result | None, parent: Folder | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        fd: int,
+        status: os.stat_result | None,
+        parent: Folder | None,
+        entry: Entry | None = None,
+    ) -> None:
         self.path = path  # for messages
+        self._entry = entry
         # Below the source; "" for the source itself.
         self.below: str = "" if parent is None else os.path.join(parent.below, name)
         self.fd = fd  # -1: a store has it
@@ -44,6 +53,20 @@ class Folder:
         self._users = 1  # the walk
         if parent is not None:
             parent.use()
+
+    def reopen(self) -> None:
+        """Open it again for another walk, when all uses have ended. OSError if that fails."""
+        fd = -1
+        if self._entry is not None:
+            entry = self._entry if self.parent is None else self._entry._replace(directory=self.parent.fd)
+            fd = _open_directory(entry)
+            assert self.status is not None
+            if not os.path.samestat(os.fstat(fd), self.status):
+                os.close(fd)
+                raise OSError(errno.EBUSY, "another process has put a directory in its place")
+        self.fd, self._users = fd, 1
+        if self.parent is not None:
+            self.parent.use()
 
     def use(self) -> None:
         """Keep it open until release()."""
@@ -62,6 +85,7 @@ class Folder:
                 end()
             if folder.fd >= 0:
                 os.close(folder.fd)
+                folder.fd = -1
             folder = folder.parent
 
 
@@ -145,11 +169,15 @@ def _status(entry: Entry, fail: Fail) -> os.stat_result | None:
         return None
 
 
+def _open_directory(entry: Entry) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
+    return os.open(entry.name, flags, dir_fd=entry.directory)
+
+
 def _open(entry: Entry, parent: Folder | None, fail: Fail) -> Folder | None:
     fd = -1
     try:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
-        fd = os.open(entry.name, flags, dir_fd=entry.directory)
+        fd = _open_directory(entry)
         status = os.fstat(fd)
         above = parent if entry.follow else None  # else nothing leads upwards
         while above is not None:
@@ -157,7 +185,7 @@ def _open(entry: Entry, parent: Folder | None, fail: Fail) -> Folder | None:
                 text = "is a link to a directory that it lies in: such a loop cannot be copied by -L"
                 raise OSError(errno.ELOOP, text)
             above = above.parent
-        return Folder(entry.path, entry.name, fd, status, parent)
+        return Folder(entry.path, entry.name, fd, status, parent, entry)
     except OSError as error:
         fail(entry.path, error)
         close_all([fd] if fd >= 0 else [])
@@ -182,7 +210,37 @@ def _below(folder: Folder, fail: Fail, *, dereference: bool) -> Iterator[tuple[E
     yield from directories
 
 
-def walk_store(path: str | None, files: Sequence[StoreFile], fail: Fail) -> Steps:
+def replay(steps: Iterable[Step], fail: Fail) -> Steps:
+    """Yield the steps of a walk that has ended. Their directories are open again."""
+    above: list[Folder] = []
+    try:
+        for step in steps:
+            folder, parent = step.folder, step.parent
+            if parent is not None and not parent.wanted:
+                if folder is not None and step.kind == "enter":
+                    folder.wanted = False
+                continue
+            if step.kind == "enter" and folder is not None:
+                try:
+                    folder.reopen()
+                except OSError as error:
+                    fail(step.path, error)
+                    folder.wanted = False
+                    continue
+                above.append(folder)
+            elif step.kind == "leave":
+                if not above or above[-1] is not folder:
+                    continue  # it could not be opened
+                above.pop().release()
+            elif isinstance(step.source, Entry) and folder is not None:
+                step = step._replace(source=step.source._replace(directory=folder.fd))
+            yield step
+    finally:
+        for folder in reversed(above):
+            folder.release()
+
+
+def walk_store(path: str | None, files: Sequence[StoreFile]) -> Steps:
     """Yield the files below a directory of a store, in the order of their paths, and the directories that have them.
 
     ``path``: of the directory, for messages; None for files that the user has named.
