@@ -18,7 +18,7 @@ from typing import Any, Final
 from gpufs import mounting
 from gpufs.cli._output import countdown_text, json_text, printable
 from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
-from gpufs.copying.types import MOST_FAILURES, STREAM, CopyOptions, Outcome, Report, Totals, check_memory
+from gpufs.copying.types import MOST_FAILURES, STREAM, CopyOptions, CountingReport, Outcome, check_memory
 from gpufs.exceptions import text_of
 from gpufs.syscalls import os_error
 from gpufs.units import bytes_text, rate_text
@@ -77,19 +77,19 @@ class CommandOptions(CopyOptions):
     command: str
 
 
-class CopyReport(Report):
+class CopyReport(CountingReport):
     """Collects the reports of one command's copies, from any thread."""
 
     def __init__(self, options: CommandOptions) -> None:
+        super().__init__()
         self._options = options
         self.is_streaming = False  # this thread copies, and may wait for a pipe
         self.lines = sys.stderr if options.json else sys.stdout  # of --verbose: JSON is alone on standard output
         progress = sys.stderr.isatty() and not options.quiet if options.progress is None else options.progress
         self._bar = ProgressLine() if progress else None
         self.cancel = Cancellation()
-        self._totals = Totals()
         self._current = ""  # for the progress line
-        self._lock = threading.Lock()  # guards the next, and lines
+        # The lock guards these, too, and lines.
         self._skipped = 0
         self.failures = self._notices = 0
         self._bytes = 0
@@ -151,9 +151,6 @@ class CopyReport(Report):
 
     # ---- what copies report, from any thread ----
 
-    def planned(self, size: int) -> None:
-        self._totals.add(size)
-
     def tick(self) -> None:
         """Draw the progress line, and end copies for which a server makes this process too large."""
         try:
@@ -163,7 +160,7 @@ class CopyReport(Report):
             self.failed("", None, error)
             self.cancel.cancel()
         if self._bar is not None:
-            progress = self._totals.progress()
+            progress = self.progress()
             self._bar.show(progress.moved, progress.total, self._current)
 
     def reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
@@ -173,7 +170,7 @@ class CopyReport(Report):
 
         def report(progress: CopyProgress) -> None:
             self._current = source if progress.phase == "copy" else f"verifying {source}"
-            self._totals.report(source, progress)
+            self.progressed(source, progress)
             if self.is_streaming:  # no other thread shows it
                 bar.show(progress.moved, progress.total, self._current)
 
@@ -187,7 +184,7 @@ class CopyReport(Report):
             else:
                 self._copied(outcome)
         self._current = source
-        self._totals.end(source, outcomes)
+        self.count(source, outcomes)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
         """Print and collect a failure other than that of a copy."""
@@ -214,11 +211,11 @@ class CopyReport(Report):
 
     def moved(self, source: str, count: int) -> None:
         self._current = source
-        self._totals.report(source, CopyProgress(count, 0, {}))
+        super().moved(source, count)
 
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         if hop == 0:  # the others are not counted
-            self._totals.end(source, [outcome] if isinstance(outcome, CopyResult) else [])
+            self.count(source, [outcome] if isinstance(outcome, CopyResult) else [])
         if outcome is None:
             self.skipped()
         elif isinstance(outcome, CopyResult):

@@ -19,11 +19,10 @@ from gpufs.copying.types import (
     CopyOptions,
     CopyProgress,
     CopyResult,
+    CountingReport,
     Fastpath,
     Outcome,
     Progress,
-    Report,
-    Totals,
     copy_error,
 )
 
@@ -331,36 +330,33 @@ def _copy(
     return [outcome for _, outcome in outcomes if isinstance(outcome, CopyResult)]
 
 
-class _Collected(Report):
+class _Collected(CountingReport):
     """Collects the reports of a copy.
 
     ``machines``: of a chain. ``is_one``: progress() shows its verification, too, and nothing before its size is known.
     """
 
     def __init__(self, copier: FileCopier, progress: Progress, source: str, machines: int, *, is_one: bool) -> None:
+        super().__init__()
         self.outcomes: list[tuple[int, Outcome]] = []  # with the machine of a chain
         self.failures = 0  # of which the first are among them
         self._notice = copier.context.notice
-        self._progress = progress
+        self._show = progress
         self._source = source
         self._machines = machines
         self._is_one = is_one
         self._verified: CopyProgress | None = None
-        self._totals = Totals()
-
-    def planned(self, size: int) -> None:
-        self._totals.add(size)
 
     def reporter(self, source: str) -> Progress:
         def report(progress: CopyProgress) -> None:
-            self._totals.report(source, progress)
+            self.progressed(source, progress)
             self._verified = progress if self._is_one and progress.phase == "verify" else None
 
-        return None if self._progress is None else report
+        return None if self._show is None else report
 
     def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         self._verified = None
-        self._totals.end(source, outcomes)
+        self.count(source, outcomes)
         for outcome in outcomes:
             self._take(outcome)
 
@@ -380,19 +376,16 @@ class _Collected(Report):
             self._notice(text.removeprefix("warning: "))
 
     def tick(self) -> None:
-        if self._progress is not None:
-            progress = self._verified or self._totals.progress()
+        if self._show is not None:
+            progress = self._verified or self.progress()
             if progress.total or not self._is_one:
-                self._progress(progress)
+                self._show(progress)
 
     # ---- the same, of a copy between machines ----
 
-    def moved(self, source: str, count: int) -> None:
-        self._totals.report(source, CopyProgress(count, 0, {"pipe": count}))
-
     def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
         if hop == 0:  # the progress shows the first machine
-            self._totals.end(source, [] if outcome is None else [outcome])
+            self.count(source, [] if outcome is None else [outcome])
         if outcome is not None:
             self._take(outcome, hop)
 

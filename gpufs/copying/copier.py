@@ -76,7 +76,7 @@ class FileCopier(Closing):
             urls = [end for end in ends if not isinstance(end, Entry)]
             return [self._stores().upload(source, url, progress, cancel) for url in urls]
         except CopyError as error:
-            return [error]
+            return [error] * len(ends)
 
     def _stores(self) -> StoreCopies:
         from gpufs.copying.store_copy import StoreCopies

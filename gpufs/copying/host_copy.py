@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Final
 
 from gpufs.client._cancellation import Cancellation
@@ -31,94 +32,6 @@ from gpufs.syscalls import start_thread
 
 # A command that is stopped (Ctrl-Z) sends nothing.
 _SILENCE_SECONDS: Final = 60.0
-
-
-def download(
-    context: CopyContext,
-    peer: Peer,
-    paths: Sequence[str],
-    destination: str,
-    request: HostRequest,
-    report: Report,
-    cancel: Cancellation,
-) -> None:
-    """Copy files of the other machine. ``request`` has the options. OSError for what ends all copies."""
-    request.sends = True
-    request.sources = [os.fsencode(path) for path in paths]
-    with _bases(paths, destination, request) as bases:
-        peer.channel.send(request)
-        shown = OfHost(report, peer.host, has_source=True)
-        Receiver(context, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
-
-
-def upload(
-    context: CopyContext,
-    peer: Peer,
-    sources: Sequence[str],
-    targets: Sequence[HostName],
-    request: HostRequest,
-    report: Report,
-) -> None:
-    """Copy files to a chain of machines, of which ``peer`` is the first. OSError for what ends all copies."""
-    request.sends = False
-    request.sources = [os.fsencode(os.path.basename(source.rstrip("/"))) for source in sources]  # their names count
-    request.destination = os.fsencode(targets[0].path)
-    request.forward = [os.fsencode(str(target)) for target in targets[1:]]
-    peer.channel.send(request)
-    failed_hops: set[int] = set()
-
-    def take(sent: Sent, result: messages.FileResult) -> None:
-        destination = str(HostName(targets[result.hop].host, os.fsdecode(result.path)))
-        outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
-        # A file is cancelled if its directory could not be created, which has been reported.
-        if result.error != errno.ECANCELED or result.hop not in failed_hops:
-            report.file_ended(sent.path, outcome, result.hop)
-
-    def fail(failed: messages.Failed) -> None:
-        failed_hops.add(failed.hop)
-        shown = str(HostName(targets[failed.hop].host, os.fsdecode(failed.path)))
-        report.file_ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
-
-    def fail_here(path: str, error: OSError) -> None:
-        report.file_ended(path, copy_error(error, path))
-
-    def lose(lost: messages.Lost) -> None:
-        report.host_lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
-
-    noted = OfHost(report, peer.host, has_source=False)
-    _send(context, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
-
-
-def ask_for_upload(
-    peer: Peer, paths: Sequence[str], targets: Sequence[HostName], request: HostRequest, report: Report
-) -> None:
-    """Let another machine copy its files to a chain of machines. OSError for what ends all copies."""
-    request.sends = True
-    request.sources = [os.fsencode(path) for path in paths]
-    request.forward = [os.fsencode(str(target)) for target in targets]
-    peer.channel.send(request)
-    shown, answers = OfHost(report, peer.host, has_source=True), 0
-    while not isinstance(message := peer.channel.receive(), messages.Finished):
-        match message:
-            case messages.Plan():
-                report.planned(message.size)
-            case messages.Moved():
-                shown.moved(os.fsdecode(message.source), message.size)
-            case messages.Notice():
-                shown.noticed(message.text)
-            case messages.FileResult() if message.hop < len(targets):
-                answers += 1
-                source, end = os.fsdecode(message.source), os.fsdecode(message.path) or None
-                shown.file_ended(source, outcome_of(message, source, end, message.seconds), message.hop)
-            case messages.Deleted() if request.delete:
-                report.deleted(os.fsdecode(message.path))
-            case messages.Lost() if message.hop < len(targets):
-                answers += len(paths)
-                report.host_lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
-            case _:
-                raise HostProtocolError("no result")
-    if answers < len(paths) and not request.recursive:
-        raise HostProtocolError("no result of a file")
 
 
 def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -> bool:
@@ -208,7 +121,7 @@ def _upload_as_asked(
             cancel=cancel,
             notice=reports.noticed,
         ) as peer:
-            upload(context, peer, sources, targets, request, reports)
+            _upload(context, peer, sources, targets, request, reports)
     except OSError as error:
         reports.host_lost(0, copy_error(error, str(error.filename)))
     channel.send(messages.Finished())
@@ -234,6 +147,44 @@ def _bases(paths: Sequence[str], destination: str, request: HostRequest) -> Iter
         except OSError as error:
             raise OSError(error.errno, text_of(error), destination) from None
         yield bases
+
+
+def _upload(
+    context: CopyContext,
+    peer: Peer,
+    sources: Sequence[str],
+    targets: Sequence[HostName],
+    request: HostRequest,
+    report: Report,
+) -> None:
+    """Copy files to a chain of machines, of which ``peer`` is the first. OSError for what ends all copies."""
+    request.sends = False
+    request.sources = [os.fsencode(os.path.basename(source.rstrip("/"))) for source in sources]  # their names count
+    request.destination = os.fsencode(targets[0].path)
+    request.forward = [os.fsencode(str(target)) for target in targets[1:]]
+    peer.channel.send(request)
+    failed_hops: set[int] = set()
+
+    def take(sent: Sent, result: messages.FileResult) -> None:
+        destination = str(HostName(targets[result.hop].host, os.fsdecode(result.path)))
+        outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
+        # A file is cancelled if its directory could not be created, which has been reported.
+        if result.error != errno.ECANCELED or result.hop not in failed_hops:
+            report.file_ended(sent.path, outcome, result.hop)
+
+    def fail(failed: messages.Failed) -> None:
+        failed_hops.add(failed.hop)
+        shown = str(HostName(targets[failed.hop].host, os.fsdecode(failed.path)))
+        report.file_ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
+
+    def fail_here(path: str, error: OSError) -> None:
+        report.file_ended(path, copy_error(error, path))
+
+    def lose(lost: messages.Lost) -> None:
+        report.host_lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
+
+    noted = OfHost(report, peer.host, has_source=False)
+    _send(context, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
 
 
 def _send(
@@ -302,24 +253,58 @@ class Route:
 
     @contextmanager
     def connected(
-        self, cancel: Cancellation, notice: Callable[[str], None] | None
-    ) -> Iterator[Callable[[CopyContext, HostRequest, Report], None]]:
+        self, context: CopyContext, request: HostRequest, report: Report, cancel: Cancellation
+    ) -> Iterator[Callable[[], None]]:
         """Connect, which may ask for a password, and return what copies, with the options of the request."""
         hosts = [target.host for target in self._to]
         if self._from:
             hosts.insert(0, self._from[0].host)
-        with connected(hosts, shell=self._shell, program=self._program, cancel=cancel, notice=notice) as peer:
+        shell, program = self._shell, self._program
+        with connected(hosts, shell=shell, program=program, cancel=cancel, notice=report.noticed) as peer:
+            request.sends = True
+            request.sources = [os.fsencode(name.path) for name in self._from]
+            if not self._from:
+                yield partial(_upload, context, peer, self._sources, self._to, request, report)
+            elif self._to:
+                yield partial(self._ask_for_upload, peer, request, report)
+            else:
+                yield partial(self._download, context, peer, request, report, cancel)
 
-            def copy(context: CopyContext, request: HostRequest, report: Report) -> None:
-                paths = [name.path for name in self._from]
-                if not self._from:
-                    upload(context, peer, self._sources, self._to, request, report)
-                elif self._to:
-                    ask_for_upload(peer, paths, self._to, request, report)
-                else:
-                    download(context, peer, paths, self._end, request, report, cancel)
+    def _download(
+        self, context: CopyContext, peer: Peer, request: HostRequest, report: Report, cancel: Cancellation
+    ) -> None:
+        """Copy files of the other machine."""
+        with _bases([name.path for name in self._from], self._end, request) as bases:
+            peer.channel.send(request)
+            shown = OfHost(report, peer.host, has_source=True)
+            Receiver(context, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
 
-            yield copy
+    def _ask_for_upload(self, peer: Peer, request: HostRequest, report: Report) -> None:
+        """Let another machine copy its files to a chain of machines."""
+        request.forward = [os.fsencode(str(target)) for target in self._to]
+        peer.channel.send(request)
+        shown, answers = OfHost(report, peer.host, has_source=True), 0
+        while not isinstance(message := peer.channel.receive(), messages.Finished):
+            match message:
+                case messages.Plan():
+                    report.planned(message.size)
+                case messages.Moved():
+                    shown.moved(os.fsdecode(message.source), message.size)
+                case messages.Notice():
+                    shown.noticed(message.text)
+                case messages.FileResult() if message.hop < len(self._to):
+                    answers += 1
+                    source, end = os.fsdecode(message.source), os.fsdecode(message.path) or None
+                    shown.file_ended(source, outcome_of(message, source, end, message.seconds), message.hop)
+                case messages.Deleted() if request.delete:
+                    report.deleted(os.fsdecode(message.path))
+                case messages.Lost() if message.hop < len(self._to):
+                    answers += len(self._from)
+                    report.host_lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
+                case _:
+                    raise HostProtocolError("no result")
+        if answers < len(self._from) and not request.recursive:
+            raise HostProtocolError("no result of a file")
 
 
 def new_request(options: CopyOptions, *, in_directory: bool = False) -> HostRequest:

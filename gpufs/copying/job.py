@@ -256,10 +256,6 @@ class CopyJob:
         self._data.source_fd = copy.fd
         self._data.total = copy.status.st_size
 
-    @property
-    def cancelled(self) -> bool:
-        return self._data.cancel is not None and self._data.cancel.cancelled
-
     def _result(self, digest: str | None) -> CopyResult:
         data = self._data
         names = (self.source.entry.path, self.destination.entry.path)

@@ -260,14 +260,14 @@ class TreeCopy(CopyThreads):
     ) -> Iterator[Callable[[], None]]:
         from gpufs.copying import host_copy
 
-        context, failures = self.state.context, list[Exception]()
+        failures: list[Exception] = []
         route = host_copy.Route(sources, ends, shell=shell, program=program)
         request = host_copy.new_request(self._options, in_directory=in_directory)
-        with route.connected(self._cancel, self._report.noticed) as copy:
+        with route.connected(self.state.context, request, self._report, self._cancel) as copy:
 
             def carry_out() -> None:
                 try:
-                    copy(context, request, self._report)
+                    copy()
                 except Exception as error:  # noqa: BLE001 - raised below, where the connection explains it
                     failures.append(error)
 

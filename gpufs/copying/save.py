@@ -97,7 +97,7 @@ class Save(FileCopier):
         self._cancel = cancel
         self._reader = PartReader()
         self._links: dict[tuple[int, int], tuple[str, int]] = {}  # first names, and how many are to come
-        self._has_hard_links = False
+        self._further: list[tuple[str, str]] = []  # names of files that have been saved, and their first names
         self.left_out = ""  # the first of others' files that the caller may not read, and how many there are
         self.left_out_count = 0
         self._manifest: ManifestWriter | None = None
@@ -177,7 +177,8 @@ class Save(FileCopier):
             self._links[key] = (first or path, left - 1)
         else:
             self._links.pop(key, None)  # the last one
-        self._has_hard_links |= first is not None
+        if first is not None:
+            self._further.append((path, first))
         return first
 
     def open_tree(self) -> int:
@@ -261,19 +262,14 @@ class Save(FileCopier):
     def seal(self) -> None:
         """Complete what it has, and write it to disk. It has not got its name yet."""
         assert self._manifest is not None
-        if self._has_hard_links:
-            self._link_names(self._manifest)
-        self._manifest.finish()
-        self._new.sync()
-
-    def _link_names(self, manifest: ManifestWriter) -> None:
-        """Give files their further names in the tree, too, where the file system can: these are for people alone."""
-        for path, first in manifest.hard_links():
+        for path, first in self._further:  # in the tree they are for people alone, where the file system can
             try:
                 os.link(first, path, src_dir_fd=self._tree, dst_dir_fd=self._tree, follow_symlinks=False)
             except OSError as error:
                 if error.errno not in _NO_HARD_LINKS:
                     raise
+        self._manifest.finish()
+        self._new.sync()
 
     def open(self) -> Manifest:
         """Open it for reading, after seal()."""

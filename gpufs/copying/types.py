@@ -267,48 +267,6 @@ class Pace:
         return True
 
 
-class Totals:
-    """Counts the bytes of files that are copied at the same time. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._total = 0
-        self._done = 0  # bytes of the files that have ended
-        self._paths: Counter[str] = Counter()  # the same, by path
-        self._running: dict[str, CopyProgress] = {}  # by source
-
-    def add(self, size: int) -> None:
-        """``size`` more bytes are to be copied."""
-        with self._lock:
-            self._total += size
-
-    def report(self, source: str, progress: CopyProgress) -> None:
-        """Take the progress of one copy. While it is verified, it stays at what it has moved."""
-        if progress.phase == "copy":
-            with self._lock:
-                if len(self._running) < _MOST_RUNNING or source in self._running:
-                    self._running[source] = progress
-
-    def end(self, source: str, outcomes: Sequence[Outcome]) -> None:
-        """Take what became of the copies of a file."""
-        with self._lock:
-            self._running.pop(source, None)
-            for outcome in outcomes:
-                if isinstance(outcome, CopyError):
-                    self._done += outcome.bytes_done
-                else:
-                    self._done += outcome.bytes
-                    self._paths.update(outcome.paths)
-
-    def progress(self) -> CopyProgress:
-        with self._lock:
-            paths = self._paths.copy()
-            for running in self._running.values():
-                paths.update(running.paths)
-            moved = self._done + sum(running.moved for running in self._running.values())
-            return CopyProgress(moved, max(self._total, moved), dict(paths))
-
-
 class Report:
     """Receives the reports of copies, from any thread. This one ignores them."""
 
@@ -347,3 +305,48 @@ class Report:
 
     def host_lost(self, hop: int, error: CopyError) -> None:
         """The machine ``hop`` of a chain has failed, and those after it get nothing more."""
+
+
+class CountingReport(Report):
+    """Counts the bytes of files that are copied at the same time. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total = 0
+        self._ended = 0  # bytes of the files that have ended
+        self._ended_paths: Counter[str] = Counter()  # the same, by path
+        self._running: dict[str, CopyProgress] = {}  # by source
+
+    def planned(self, size: int) -> None:
+        with self._lock:
+            self._total += size
+
+    def moved(self, source: str, count: int) -> None:
+        self.progressed(source, CopyProgress(count, 0, {"pipe": count}))
+
+    def progressed(self, source: str, progress: CopyProgress) -> None:
+        """Take the progress of one copy. While it is verified, it stays at what it has moved."""
+        if progress.phase == "copy":
+            with self._lock:
+                if len(self._running) < _MOST_RUNNING or source in self._running:
+                    self._running[source] = progress
+
+    def count(self, source: str, outcomes: Sequence[Outcome]) -> None:
+        """Count what became of the copies of a file."""
+        with self._lock:
+            self._running.pop(source, None)
+            for outcome in outcomes:
+                if isinstance(outcome, CopyError):
+                    self._ended += outcome.bytes_done
+                else:
+                    self._ended += outcome.bytes
+                    self._ended_paths.update(outcome.paths)
+
+    def progress(self) -> CopyProgress:
+        """Return the sums."""
+        with self._lock:
+            paths = self._ended_paths.copy()
+            for running in self._running.values():
+                paths.update(running.paths)
+            moved = self._ended + sum(running.moved for running in self._running.values())
+            return CopyProgress(moved, max(self._total, moved), dict(paths))
