@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Literal, TypeAlias
 
@@ -21,15 +21,12 @@ from gpufs.new_file import part_name
 Names: TypeAlias = Mapping[str, Literal["file", "directory"]]
 
 
-def names_of(steps: Iterable[Step]) -> dict[str, Literal["file", "directory"]]:
-    """Return what a walk over a source has found."""
-    names: dict[str, Literal["file", "directory"]] = {}
-    for step in steps:
-        if step.kind == "enter" and step.folder is not None:
-            names[step.folder.below] = "directory"
-        elif step.kind == "file":
-            names[step.below] = "file"
-    return names
+def add_name(names: dict[str, Literal["file", "directory"]], step: Step) -> None:
+    """Add what a step of a walk over a source has found."""
+    if step.kind == "enter" and step.folder is not None:
+        names[step.folder.below] = "directory"
+    elif step.kind == "file":
+        names[step.below] = "file"
 
 
 def check_apart(source: str, copy: str) -> None:

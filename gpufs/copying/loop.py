@@ -8,19 +8,19 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from queue import Empty, Full, Queue
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 from gpufs.client._cancellation import Cancellation
-from gpufs.copying.deletion import Names, check_apart, delete_others, names_of
+from gpufs.copying.deletion import Names, add_name, check_apart, delete_others
 from gpufs.copying.entries import Entry, data_bytes, find_targets, kind_of
 from gpufs.copying.patterns import Selection
 from gpufs.copying.tree import FileTree, TreeState, adopt, has_attributes
 from gpufs.copying.types import STREAM, CopyResult, Outcome, Report, as_os_error, check_options
-from gpufs.copying.walk import Step, Steps, replay, walk_files, walk_store
+from gpufs.copying.walk import Folder, Step, Steps, replay, walk_files, walk_store
 from gpufs.exceptions import text_of
 from gpufs.syscalls import start_thread
 
@@ -183,7 +183,7 @@ class TreeCopy(CopyThreads):
         self._copier = copier
         self._options = options = copier.context.options
         self.selection = Selection(options.include, options.exclude)
-        self._made: dict[str, Step] = {}  # what has been planned, by the names of the copies
+        self._made: dict[str, str] | None = None  # of several sources: what is copied, by the names of the copies
         self._is_incomplete = False  # not all of the sources can be read
         self._stored: StoredCopies | None = None  # of uploads with --update
         self._may_overwrite = False  # by --inplace
@@ -261,7 +261,11 @@ class TreeCopy(CopyThreads):
         from gpufs.copying import host_copy
 
         failures: list[Exception] = []
-        route = host_copy.Route(sources, ends, shell=shell, program=program)
+        try:
+            route = host_copy.Route(sources, ends, shell=shell, program=program)
+        except OSError as error:  # not of the other machine
+            named = f"{error.filename}: " if error.filename else ""
+            raise OSError(error.errno, f"{named}{error.strerror}") from None
         request = host_copy.new_request(self._options, in_directory=in_directory)
         with route.connected(self.state.context, request, self._report, self._cancel) as copy:
 
@@ -319,8 +323,10 @@ class TreeCopy(CopyThreads):
             if self._options.update and not self._options.checksum:
                 self._stored = StoredCopies(target, recursive=self._options.recursive)
             if self._options.delete:
-                listed = self.listed(steps)
-                if (names := self._names(listed)) is not None:
+                listed, names = self.listed(steps), dict[str, Literal["file", "directory"]]()
+                for step in listed:
+                    add_name(names, step)
+                if self._may_delete(names):
                     delete_other_objects(target, names, self.selection, self.state)
                     self._report_unmatched()
                 steps = replay(listed, self._fail)
@@ -338,15 +344,12 @@ class TreeCopy(CopyThreads):
         ``replaces``: existing files keep their memory until their new versions are complete.
         """
         if self._many or any(len(source.trees) > 1 for source in found):
-            listed, needs = [], [list[_Need]() for _ in found[0].trees] if found else []
-            for source in found:
-                steps = self.listed(source.steps)
-                if self._options.delete:
-                    self._delete_others(source, steps)
-                listed.append(
-                    Source(replay(self._plan(steps, source.trees, needs, replaces), self._fail), source.trees)
-                )
-            found = listed if self._options.partial or self._all_fit(found, needs, replaces=replaces) else []
+            self._made = {} if len(found) > 1 else None
+            needs = [list[_Need]() for _ in found[0].trees] if found else []
+            planned = [
+                Source(replay(self._plan(source, needs, replaces), self._fail), source.trees) for source in found
+            ]
+            found = planned if self._options.partial or self._all_fit(found, needs, replaces=replaces) else []
         for source in found:
             self.add(source.steps, source.trees)
 
@@ -381,60 +384,76 @@ class TreeCopy(CopyThreads):
         with closing(steps):
             return list(itertools.takewhile(lambda step: not self._cancel.cancelled, steps))
 
-    def _plan(
-        self, steps: Iterable[Step], trees: Sequence[FileTree], needs: Sequence[list[_Need]], replaces: bool
-    ) -> list[Step]:
-        """Return what is to be done, and add to ``needs`` what it takes at each destination."""
-        bases = [os.path.normpath(tree.base.path) for tree in trees]
+    def _plan(self, source: Source, needs: Sequence[list[_Need]], replaces: bool) -> list[Step]:
+        """Return what is to be done, and add to ``needs`` what it takes at each destination.
+
+        With --delete, what the source does not have is then removed, which frees space.
+        """
+        bases = [(os.path.normpath(tree.base.path), True) for tree in source.trees]
+        copies: dict[Folder | None, list[tuple[str, set[str] | None]]] = {}  # of directories: paths, and what they have
+        names: dict[str, Literal["file", "directory"]] = {}
         planned = []
-        for step in steps:
-            if step.kind == "file":
-                paths = [os.path.join(base, step.below) for base in bases] if step.folder is not None else bases
-                if not self._is_first(step, paths):
+        with closing(source.steps) as steps:
+            for step in steps:
+                if self._cancel.cancelled:
+                    break
+                if self._options.delete:
+                    add_name(names, step)
+                if step.kind == "leave":
+                    del copies[step.folder]
+                    planned.append(step)
                     continue
-                found = [self._need(path, step, replaces=replaces) for path in paths] if step.has_content else []
-                if found and all(need.is_done for need in found):
-                    for _ in found:
-                        self._report.skipped()
+                ends = bases  # with whether they may exist
+                if step.parent is not None:
+                    name, above = step.name, copies[step.parent]
+                    ends = [(f"{path}/{name}", there is None or name in there) for path, there in above]
+                if step.kind == "enter":
+                    is_first = step.parent is None
+                    copies[step.folder] = [
+                        (path, _names_in(path, follow=is_first) if may_exist else set()) for path, may_exist in ends
+                    ]
+                elif self._made is not None and not self._is_first(self._made, step, [path for path, _ in ends]):
                     continue
-                for need, of_end in zip(found, needs, strict=False):
-                    of_end.append(need)
-            planned.append(step)
+                elif step.has_content:
+                    found = [
+                        self._need(path if may_exist else None, step, replaces=replaces) for path, may_exist in ends
+                    ]
+                    if all(need.is_done for need in found):
+                        for _ in found:
+                            self._report.skipped()
+                        continue
+                    for need, of_end in zip(found, needs, strict=True):
+                        of_end.append(need)
+                planned.append(step)
+        if self._options.delete:
+            if self._may_delete(names):
+                for tree in source.trees:
+                    dry_run = self._options.dry_run
+                    delete_others(tree.base, names, self.selection, self._cancel, self._report, dry_run=dry_run)
+            self._report_unmatched()
         return planned
 
-    def _is_first(self, step: Step, paths: Sequence[str]) -> bool:
+    def _is_first(self, made: dict[str, str], step: Step, paths: Sequence[str]) -> bool:
         """Return whether the copies are the first of their names in this command."""
-        for path in paths:
-            before = self._made.setdefault(path, step)
-            if before is step:
-                continue
-            if os.path.normpath(before.path) == os.path.normpath(step.path):
-                self._report.noticed(f"warning: {step.path}: is given more than once")
-            else:
-                text = "another source of this command has been copied there"
-                self._report.failed(step.path, path, OSError(errno.EEXIST, text))
-            return False
-        return True
-
-    def _delete_others(self, source: Source, steps: Iterable[Step]) -> None:
-        """Remove from the copies what their source does not have. It comes first, for the space that it frees."""
-        if (names := self._names(steps)) is not None:
-            for tree in source.trees:
-                dry_run = self._options.dry_run
-                delete_others(tree.base, names, self.selection, self._cancel, self._report, dry_run=dry_run)
-        self._report_unmatched()
+        before = next((made[path] for path in paths if path in made), None)
+        if before is None:
+            made.update(dict.fromkeys(paths, step.path))
+        elif os.path.normpath(before) == os.path.normpath(step.path):
+            self._report.noticed(f"warning: {step.path}: is given more than once")
+        else:
+            text = "another source of this command has been copied there"
+            self._report.failed(step.path, paths[0], OSError(errno.EEXIST, text))
+        return before is None
 
     def _report_unmatched(self) -> None:
         for text in self.selection.unmatched():
             self._report.noticed(f"warning: the pattern {text} matches nothing, neither in the source nor in the copy")
 
-    def _names(self, steps: Iterable[Step]) -> Names | None:
-        """Return what a source has; None if that is not a directory, or if not all of it can be read."""
+    def _may_delete(self, names: Names) -> bool:
+        """Return whether a source is a directory, and all of it could be read."""
         if self._is_incomplete:
             self._report.noticed("warning: nothing is deleted, for not all of the source can be read")
-        names = names_of(steps)
-        complete = not self._is_incomplete and not self._cancel.cancelled
-        return names if complete and names.get("") == "directory" else None
+        return not self._is_incomplete and not self._cancel.cancelled and names.get("") == "directory"
 
     def _all_fit(self, found: Sequence[Source], needs: Sequence[list[_Need]], *, replaces: bool) -> bool:
         """Return whether all files fit at each destination, and report where not."""
@@ -442,9 +461,12 @@ class TreeCopy(CopyThreads):
         fits = [self._fit(tree.base, of_end, replaces=replaces) for tree, of_end in zip(trees, needs, strict=True)]
         return all(fits)
 
-    def _need(self, path: str, step: Step, *, replaces: bool) -> _Need:
+    def _need(self, path: str | None, step: Step, *, replaces: bool) -> _Need:
+        """``path``: of the copy; None if it does not exist."""
         options, context = self._options, self.state.context
         size = step.size if step.status is None else data_bytes(step.status, step.size)
+        if path is None:
+            return _Need(size)
         entry = Entry.of(path, follow=False)
         try:
             status = entry.status()
@@ -542,3 +564,16 @@ class TreeCopy(CopyThreads):
         if before is not None and isinstance(end, Entry) and not options.dry_run:
             adopt(end, before, step, self.state)
         return True
+
+
+def _names_in(path: str, *, follow: bool) -> set[str] | None:
+    """Return what a directory has; nothing if it is not one, None if it cannot be read.
+
+    The kernel reads the attributes of its files at the same time, so asking for them is fast then.
+    """
+    try:
+        return set(os.listdir(path)) if stat.S_ISDIR(os.stat(path, follow_symlinks=follow).st_mode) else set()
+    except PermissionError:
+        return None
+    except OSError:
+        return set()

@@ -189,8 +189,9 @@ def _below(folder: Folder, fail: Fail, *, dereference: bool) -> Iterator[tuple[E
     except OSError as error:
         fail(folder.path, error)
         return
+    above = os.path.join(folder.path, "")
     for name in names:
-        entry = Entry(os.path.join(folder.path, name), name, folder.fd, dereference)
+        entry = Entry(above + name, name, folder.fd, dereference, False)
         status = _status(entry, fail)
         if status is not None and stat.S_ISDIR(status.st_mode):
             directories.append((entry, status))
