@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         CopyResult,
         copy,
         copy_files,
-        copy_to_each,
         copy_tree,
     )
     from gpufs.client._array import DeviceArray
@@ -92,7 +91,6 @@ __all__ = [
     "attach_many",
     "copy",
     "copy_files",
-    "copy_to_each",
     "copy_tree",
     "create",
     "follow",

@@ -11,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
 from gpufs import mounting
 from gpufs.cli._output import countdown_text, json_text, printable
 from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
-from gpufs.copying.types import MOST_FAILURES, STREAM, Outcome, Totals, check_memory
+from gpufs.copying.types import MOST_FAILURES, STREAM, CopyOptions, CountingReport, Outcome, check_memory
 from gpufs.exceptions import text_of
 from gpufs.syscalls import os_error
 from gpufs.units import bytes_text, rate_text
@@ -61,36 +62,34 @@ class ProgressLine:
             pass  # nobody watches
 
 
-class CopyReport:
-    """Collects the reports of one command's copies, from any thread.
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions(CopyOptions):
+    """The options of a command that copies.
 
     ``command``: its name, for messages. ``progress`` None: on a terminal. ``quiet``: errors only.
     """
 
-    def __init__(
-        self,
-        command: str,
-        *,
-        json: bool,
-        verbose: bool,
-        progress: bool | None,
-        dry_run: bool = False,
-        quiet: bool = False,
-    ) -> None:
-        self._command = command
-        self._json = json
-        self._verbose = verbose
-        self._dry_run = dry_run
-        self._quiet = quiet
-        self._streaming = False  # this thread copies, and may wait for a pipe
-        self._lines = sys.stderr if json else sys.stdout  # of --verbose: JSON is alone on standard output
-        show_progress = sys.stderr.isatty() and not quiet if progress is None else progress
-        self._bar = ProgressLine() if show_progress else None
+    jobs: int = 4
+    verbose: bool = False
+    json: bool = False
+    progress: bool | None = None
+    quiet: bool = False
+    command: str
+
+
+class CopyReport(CountingReport):
+    """Collects the reports of one command's copies, from any thread."""
+
+    def __init__(self, options: CommandOptions) -> None:
+        super().__init__()
+        self._options = options
+        self.is_streaming = False  # this thread copies, and may wait for a pipe
+        self.lines = sys.stderr if options.json else sys.stdout  # of --verbose: JSON is alone on standard output
+        progress = sys.stderr.isatty() and not options.quiet if options.progress is None else options.progress
+        self._bar = ProgressLine() if progress else None
         self.cancel = Cancellation()
-        self._totals = Totals()
-        self.planned = self._totals.add
         self._current = ""  # for the progress line
-        self._lock = threading.Lock()  # guards the next, and lines
+        # The lock guards these, too, and lines.
         self._skipped = 0
         self.failures = self._notices = 0
         self._bytes = 0
@@ -110,7 +109,7 @@ class CopyReport:
         """Print the JSON, and return the exit code of the command."""
         if self.failures > MOST_FAILURES:
             self.noticed(f"{self.failures - MOST_FAILURES} more failures are not shown")
-        if self._json:
+        if self._options.json:
             print(json_text(self.summary()))
             sys.stdout.flush()
         if self.signal is not None:
@@ -147,7 +146,7 @@ class CopyReport:
             os.kill(os.getpid(), number)
         self.signal, self._signalled = number, time.monotonic()
         self.cancel.cancel()
-        if self._streaming:
+        if self.is_streaming:
             raise os_error(errno.ECANCELED)
 
     # ---- what copies report, from any thread ----
@@ -161,7 +160,7 @@ class CopyReport:
             self.failed("", None, error)
             self.cancel.cancel()
         if self._bar is not None:
-            progress = self._totals.progress()
+            progress = self.progress()
             self._bar.show(progress.moved, progress.total, self._current)
 
     def reporter(self, source: str) -> Callable[[CopyProgress], None] | None:
@@ -171,8 +170,8 @@ class CopyReport:
 
         def report(progress: CopyProgress) -> None:
             self._current = source if progress.phase == "copy" else f"verifying {source}"
-            self._totals.report(source, progress)
-            if self._streaming:  # no other thread shows it
+            self.progressed(source, progress)
+            if self.is_streaming:  # no other thread shows it
                 bar.show(progress.moved, progress.total, self._current)
 
         return report
@@ -185,14 +184,13 @@ class CopyReport:
             else:
                 self._copied(outcome)
         self._current = source
-        self._totals.end(source, outcomes)
+        self.count(source, outcomes)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
         """Print and collect a failure other than that of a copy."""
         self._report(source, destination, error.errno or errno.EIO, text_of(error))
 
     def skipped(self) -> None:
-        """Count a file that exists already, with --no-clobber."""
         with self._lock:
             self._skipped += 1
 
@@ -200,17 +198,34 @@ class CopyReport:
         """Take what has been removed, or would be with --dry-run."""
         with self._lock:
             self._list("deleted", path)
-        if self._dry_run or self._verbose:
-            self._print(f"{'deletes' if self._dry_run else 'deleted'} {path}", self._lines)
-
-    def warned(self, text: str) -> None:
-        self.noticed(f"warning: {text}")
+        if self._options.dry_run or self._options.verbose:
+            self._print(f"{'deletes' if self._options.dry_run else 'deleted'} {path}", self.lines)
 
     def noticed(self, text: str) -> None:
         with self._lock:
             self._notices += 1
-        if not self._quiet and self._notices <= MOST_FAILURES:
-            self._print(f"gpufs {self._command}: {text}", sys.stderr)
+        if not self._options.quiet and self._notices <= MOST_FAILURES:
+            self._print(f"gpufs {self._options.command}: {text}", sys.stderr)
+
+    # ---- the same, of a copy between machines ----
+
+    def moved(self, source: str, count: int) -> None:
+        self._current = source
+        super().moved(source, count)
+
+    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        if hop == 0:  # the others are not counted
+            self.count(source, [outcome] if isinstance(outcome, CopyResult) else [])
+        if outcome is None:
+            self.skipped()
+        elif isinstance(outcome, CopyResult):
+            self._copied(outcome)
+        else:
+            self._failed(str(outcome.filename), outcome.filename2, outcome)
+
+    def host_lost(self, hop: int, error: CopyError) -> None:
+        if not self.cancel.cancelled:
+            self._failed(str(error.filename), None, error)
 
     # ---- what is printed ----
 
@@ -221,13 +236,13 @@ class CopyReport:
             self._methods[result.method] += 1
             self._refusals.update(result.refusals)
             self._list("copies", result._asdict())
-        if self._dry_run:
-            self._print(f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}", self._lines)
-        elif self._verbose:
+        if self._options.dry_run:
+            self._print(f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}", self.lines)
+        elif self._options.verbose:
             served = ", ".join(f"{path} {bytes_text(count)}" for path, count in result.paths.items()) or "empty"
             rate = rate_text(result.bytes / max(result.seconds, 1e-9))
             text = f"{result.source} -> {result.destination}: {bytes_text(result.bytes)}, {rate} ({served})"
-            self._print(text, self._lines)
+            self._print(text, self.lines)
 
     def _failed(self, source: str, destination: str | None, error: CopyError) -> None:
         if error.errno == errno.EPIPE and destination == STREAM:
@@ -267,11 +282,11 @@ class CopyReport:
         if number in (errno.EPERM, errno.EACCES) and mounting.is_root(os.path.dirname(destination or source)):
             text += " (README there lists the directories that take files)"
         where = "" if names_files else " -> ".join(name for name in (source, destination) if name)
-        self._print(f"gpufs {self._command}: {f'{where}: ' if where else ''}{text}", sys.stderr)
+        self._print(f"gpufs {self._options.command}: {f'{where}: ' if where else ''}{text}", sys.stderr)
 
     def _list(self, name: str, item: str | dict[str, Any]) -> None:
         """Keep what --json shows, up to a limit. Call it with the lock."""
-        if self._json and self._listed < _MOST_LISTED:
+        if self._options.json and self._listed < _MOST_LISTED:
             self._lists[name].append(item)
             self._listed += 500 + len(item if isinstance(item, str) else "".join(map(str, item.values())))
 

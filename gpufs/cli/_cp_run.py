@@ -5,47 +5,31 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gpufs.cli._copy_report import CopyReport
+from gpufs.cli._copy_report import CommandOptions, CopyReport
 from gpufs.cli._files import raise_descriptor_limit
-from gpufs.cli._output import Failure, complain
-from gpufs.client import Copier, CopyError, CopyProgress, CopyResult
-from gpufs.copying.entries import Entry, find_targets, kind_of
+from gpufs.cli._output import Failure
+from gpufs.client import CopyError
+from gpufs.copying.copier import FileCopier
+from gpufs.copying.entries import Entry, kind_of
 from gpufs.copying.loop import TreeCopy
-from gpufs.copying.types import STREAM, CopyOptions, Fastpath, Outcome, TreeOptions, check_options
+from gpufs.copying.types import STREAM, as_os_error
 from gpufs.exceptions import text_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpOptions(TreeOptions):
-    """The options of the command. ``archive`` implies recursive and preserve. ``progress`` None: on a terminal.
+class CpOptions(CommandOptions):
+    """The options of `gpufs cp` and `gpufs sync`. ``archive`` implies recursive and preserve.
 
-    ``shell`` and ``remote_gpufs``: of the other machine, None for ssh and gpufs. ``command``: its name, for messages.
+    ``shell`` and ``remote_gpufs``: of the other machine, None for ssh and gpufs.
     """
 
     archive: bool = False
-    verify: bool = False
-    fsync: bool = False
-    jobs: int = 4
-    fastpath: Fastpath = "auto"
-    verbose: bool = False
-    json: bool = False
-    progress: bool | None = None
-    quiet: bool = False
     shell: str | None = None
     remote_gpufs: str | None = None
     command: str = "cp"
-
-    @property
-    def of_each_copy(self) -> CopyOptions:
-        """The options that concern single files."""
-        return CopyOptions(
-            *(self.fastpath, self.fsync, self.verify, self.preserve, self.partial, self.update, self.replace)
-        )
 
 
 def run(names: list[str], directories: list[str], options: CpOptions) -> int:
@@ -73,50 +57,16 @@ def _run(names: list[str], directories: list[str], options: CpOptions) -> int:
         raise Failure("-T takes one SOURCE and its DEST, and no -t", 2)
     if len(directories) > 1 and kind != "host":
         _check_several(directories)
-    sources, ends = (names, directories) if directories else (names[:-1], names[-1:])
-    with ExitStack() as opened:
-        copier = opened.enter_context(Copier(**options.of_each_copy._asdict(), notice=partial(_complain, options)))
-        run = Run(copier, options)
-        if kind == "url":
-            run.copy_urls(sources, ends, in_directory=bool(directories))
-        elif kind == "host":
-            run.copy_hosts(sources, ends, in_directory=bool(directories))
-        elif STREAM in names:
-            run.copy_stream(*names)
-        else:
-            run.copy_files(sources, ends, in_directory=bool(directories))
-    return run.end()
-
-
-@contextmanager
-def _misuse(prefix: str = "") -> Iterator[None]:
-    """Raise Failure for names and options that cannot be used."""
-    try:
-        yield
-    except OSError as error:
-        named = f"{error.filename}: " if error.filename else ""
-        raise Failure(f"{named}{prefix}{error.strerror}", 2) from None
-
-
-@contextmanager
-def _targets(
-    sources: Sequence[str], ends: Sequence[str], *, follow: bool, in_directory: bool, exact: bool
-) -> Iterator[list[list[tuple[str, Entry]]]]:
-    """Find the copies of the sources at each destination, by the rules of cp(1). Failure if they allow none.
-
-    Destination directories stay open until the context ends. ``follow``: write through a symbolic link.
-    """
-    if not all(sources) or not all(ends):
+    if not all((*names, *directories)):
         raise Failure("an empty name is given where a file belongs", 2)
-    with ExitStack() as opened:
-        named = []
-        for end in ends:
-            try:
-                found = find_targets(sources, end, follow=follow, directory=in_directory, exact=exact)
-                named.append(opened.enter_context(found))
-            except OSError as error:
-                raise Failure(f"{end}: {text_of(error)}") from None
-        yield named
+    sources, ends = (names, directories) if directories else (names[:-1], names[-1:])
+    report = CopyReport(options)
+    with FileCopier(options, report.noticed) as copier:
+        if STREAM in names and kind == "file":
+            _copy_stream(copier, report, *names)
+        else:
+            _copy(copier, report, options, sources, ends, to_directory=bool(directories))
+    return report.end()
 
 
 def _check_stream(names: list[str], directories: list[str], options: CpOptions) -> None:
@@ -141,130 +91,54 @@ def _check_several(directories: list[str]) -> None:
         raise Failure(f"{twice[0]}: is given more than once with -t", 2)
 
 
-def _complain(options: CpOptions, text: str) -> None:
-    if not options.quiet:
-        complain(text, options.command)
+def _copy(
+    copier: FileCopier,
+    report: CopyReport,
+    options: CpOptions,
+    sources: list[str],
+    ends: list[str],
+    *,
+    to_directory: bool,
+) -> None:
+    """Copy files. Errors of single ones are printed and collected."""
+    kind = kind_of((*sources, *ends))
+    report.has_limit = kind != "file"
+    if options.recursive:
+        raise_descriptor_limit()
+    loop = TreeCopy(copier, report.cancel, report)
+    shell, program = options.shell or "", options.remote_gpufs or ""
+    opened = loop.opened(sources, ends, in_directory=to_directory, shell=shell, program=program)
+    try:
+        with opened as find, report.running():
+            loop.run(find, options.jobs)
+    except Exception as error:  # noqa: BLE001 - reported as of other copies
+        failure = as_os_error(error)
+        if report.signal is not None:
+            text = "interrupted: nothing is left of the incomplete file"
+            failure = OSError(errno.ECANCELED, text)
+        elif failure.errno == errno.EINVAL and (kind != "host" or not failure.filename):  # else of the other machine
+            named = f"{failure.filename}: " if failure.filename else ""
+            raise Failure(f"{named}{text_of(failure)}", 2) from None
+        report.failed(failure.filename or "", None, failure)
+    links = [] if report.cancel.cancelled else loop.state.links_without_files()
+    if links:
+        others = f" and {len(links) - 1} others" if len(links) > 1 else ""
+        verb = "are links whose files were" if others else "is a link whose file was"
+        report.noticed(f"warning: {links[0]}{others} {verb} not copied: -L copies files instead of links")
 
 
-class Run(CopyReport):
-    """One run of the command, and what copies report to."""
-
-    def __init__(self, copier: Copier, options: CpOptions) -> None:
-        shown = {name: getattr(options, name) for name in ("json", "verbose", "progress", "dry_run", "quiet")}
-        super().__init__(options.command, **shown)
-        self._copier = copier
-        self._options = options
-        self._loop = TreeCopy(copier, options, self.cancel, self)
-
-    def copy_files(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
-        """Copy files of this machine. Errors are printed and collected."""
-        options, exact = self._options, self._options.exact
-        if options.recursive:
-            raise_descriptor_limit()
-        with _targets(sources, ends, follow=not options.recursive, in_directory=in_directory, exact=exact) as named:
-            self._run(partial(self._loop.find_files, named), many=options.recursive or len(sources) > 1)
-        links = [] if self.cancel.cancelled else self._loop.state.links_without_files()
-        if links:
-            others = f" and {len(links) - 1} others" if len(links) > 1 else ""
-            verb = "are links whose files were" if others else "is a link whose file was"
-            self.warned(f"{links[0]}{others} {verb} not copied: -L copies files instead of links")
-
-    def copy_urls(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
-        """Copy from or to URLs. Errors are printed and collected."""
-        from gpufs.copying import store_copy  # other copies need none of it
-
-        self.has_limit = True
-        options, exact = self._options, self._options.exact
-        with _misuse("--"):
-            check_options(options.of_each_copy, "a URL")
-        with _misuse():
-            if STREAM in (*sources, *ends):
-                text = "- is standard input or output, and the other name must be a file, not a URL"
-                raise OSError(errno.EINVAL, text)
-            urls, target = store_copy.plan(sources, ends)
-        pattern = any(url.is_pattern for url in urls)
-        if exact and pattern:
-            raise Failure("-T takes one SOURCE, and a pattern may name several ([*] stands for the character *)", 2)
-        many = options.recursive or len(sources) > 1 or pattern
-        if target is not None:
-            into = not exact and (in_directory or target.is_directory or len(sources) > 1)
-            self._run(partial(self._loop.find_uploads, sources, target, into=into), many=many)
-            return
-        names = [url.name for url in urls]
-        with _targets(names, ends, follow=False, in_directory=in_directory or pattern, exact=exact) as named:
-            bases = [[entry for _, entry in copies] for copies in named]
-            self._run(partial(self._loop.find_urls, urls, bases), many=many)
-
-    def copy_hosts(self, sources: Sequence[str], ends: Sequence[str], *, in_directory: bool) -> None:
-        """Copy from or to another machine. Errors are printed and collected."""
-        from gpufs.copying import host_copy
-
-        self.has_limit = True
-        options = self._options
-        with _misuse("--"):
-            check_options(options.of_each_copy, "HOST:PATH")
-            if options.dry_run:
-                raise OSError(errno.EINVAL, "dry-run cannot be used with HOST:PATH: the other machine decides")
-        with _misuse():
-            route = host_copy.Route(sources, ends, shell=options.shell or "", program=options.remote_gpufs or "")
-        request = host_copy.new_request(options.of_each_copy, options, in_directory=in_directory)
+def _copy_stream(copier: FileCopier, report: CopyReport, source: str, destination: str) -> None:
+    """Copy standard input to a file, or a file to standard output, on this thread."""
+    report.is_streaming = True
+    if source == STREAM:
+        copy = partial(copier.copy_from_stream, 0, Entry.of(destination))
+    else:
+        report.lines = sys.stderr
+        copy = partial(copier.copy_to_stream, Entry.of(source), 1)
+    with report.running():
         try:
-            # Before the progress line, which would overwrite a question of ssh.
-            with route.connected(self.cancel, complain) as copy:
-                with self.running():
-                    self._loop.run_one(partial(copy, self._copier.context, request, self))
-        except OSError as error:
-            if self.signal is not None:
-                text = "interrupted: nothing is left of the incomplete file"
-                self.failed("", None, OSError(errno.ECANCELED, text))
-            else:
-                named = f"{error.filename}: " if error.filename else ""
-                self.failed("", None, OSError(error.errno, f"{named}{text_of(error)}"))
+            report.finished(source, [destination], [copy(progress=report.reporter(source), cancel=report.cancel)])
+        except CopyError as error:
+            report.finished(source, [destination], [error])
         except Exception as error:  # noqa: BLE001 - reported as of other copies
-            self.failed("", None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
-
-    def copy_stream(self, source: str, destination: str) -> None:
-        """Copy standard input to a file, or a file to standard output, on this thread."""
-        self._streaming = True
-        if source == STREAM:
-            copy = partial(self._copier.copy_from_stream, 0, Entry.of(destination))
-        else:
-            self._lines = sys.stderr
-            copy = partial(self._copier.copy_to_stream, Entry.of(source), 1)
-        with self.running():
-            try:
-                self.finished(source, [destination], [copy(progress=self.reporter(source), cancel=self.cancel)])
-            except CopyError as error:
-                self.finished(source, [destination], [error])
-            except Exception as error:  # noqa: BLE001 - reported as of other copies
-                self.failed(source, destination, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
-
-    def _run(self, find: Callable[[], None], *, many: bool) -> None:
-        with self.running():
-            try:
-                self._loop.run(find, self._options.jobs if many else 1)
-            except OSError as error:
-                raise Failure(f"{error.strerror}") from None
-
-    # ---- the same, of a copy between machines ----
-
-    def moved(self, source: str, count: int) -> None:
-        """``count`` bytes of a source have been copied."""
-        self._current = source
-        self._totals.report(source, CopyProgress(count, 0, {}))
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        """Take what became of a file on a machine. None if it was skipped."""
-        if hop == 0:  # the others are not counted
-            self._totals.end(source, [outcome] if isinstance(outcome, CopyResult) else [])
-        if outcome is None:
-            self.skipped()
-        elif isinstance(outcome, CopyResult):
-            self._copied(outcome)
-        else:
-            self._failed(str(outcome.filename), outcome.filename2, outcome)
-
-    def host_lost(self, hop: int, error: CopyError) -> None:
-        """Take the failure of a machine of a chain."""
-        if not self.cancel.cancelled:
-            self._failed(str(error.filename), None, error)
+            report.failed(source, destination, as_os_error(error))

@@ -8,11 +8,12 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 from gpufs import mounting, safe_path
 from gpufs.cli import _mounts, _queries
-from gpufs.cli._copy_report import CopyReport
+from gpufs.cli._copy_report import CommandOptions, CopyReport
 from gpufs.cli._files import raise_descriptor_limit
 from gpufs.cli._output import Failure, complain
 from gpufs.client import CopyError, CopyResult
@@ -22,7 +23,7 @@ from gpufs.copying.loop import CopyThreads, TreeCopy
 from gpufs.copying.manifest import Limit, Manifest, find_save, text_of_name
 from gpufs.copying.restore import Restore, SavedFiles
 from gpufs.copying.save import Save, Saved
-from gpufs.copying.types import CopyOptions, TreeOptions
+from gpufs.copying.types import CopyOptions
 from gpufs.exceptions import text_of
 from gpufs.syscalls import path_of
 
@@ -38,25 +39,15 @@ _NOT_KEPT: Final = {
 _CLOCK_NS: Final = 20_000_000
 
 
-class SaveOptions(NamedTuple):
-    """The options that both commands have. ``progress`` None: on a terminal."""
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions(CommandOptions):
+    """The options of `gpufs save` and `gpufs restore`."""
 
-    verify: bool = False
-    jobs: int = 4
-    verbose: bool = False
-    json: bool = False
-    progress: bool | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
     overwrite: bool = False
 
 
 class SaveReport(CopyReport):
-    """Collects the reports of a save. The first failure ends the save: it is whole, or not there."""
-
-    def __init__(self, command: str, options: SaveOptions, *, goes_on: bool) -> None:
-        super().__init__(command, json=options.json, verbose=options.verbose, progress=options.progress)
-        self._goes_on = goes_on
+    """Collects the reports of a save. The first failure ends a save: it is whole, or not there."""
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
         super().failed(source, destination, error)
@@ -68,11 +59,11 @@ class SaveReport(CopyReport):
             self._end()
 
     def _copied(self, result: CopyResult) -> None:
-        if result.method != "verify" or self._command == "restore":  # a save has counted the file already
+        if result.method != "verify" or self._options.command == "restore":  # a save has counted the file already
             super()._copied(result)
 
     def _end(self) -> None:
-        if not self._goes_on:
+        if self._options.command == "save":
             self.cancel.cancel()
 
     @property
@@ -159,15 +150,14 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
     """
     check_local("save", destination)
     raise_descriptor_limit()
-    report = SaveReport("save", options, goes_on=False)
-    trees = TreeOptions(recursive=True, include=options.include, exclude=options.exclude)
+    report = SaveReport(options)
     began = time.time_ns()
     # The first signal only cancels, from before there is anything to remove until it is removed.
     with ExitStack() as opened, report.running(), _explained("save"):
         saved = find_saved(path, timeout, opened)
-        save = Save(saved, destination, trees, report, report.cancel)
+        save = Save(saved, destination, options, report, report.cancel)
         opened.callback(save.close)
-        loop = TreeCopy(save, trees, report.cancel, report)
+        loop = TreeCopy(save, report.cancel, report)
         loop.run(lambda: save.find(loop), options.jobs)
         if report.is_good:
             save.seal()
@@ -234,7 +224,7 @@ def restore(source: tuple[Manifest, str], destination: str | None, options: Save
     """Restore a save, or with ``destination`` None only check it. Return the report, which has not ended."""
     manifest, part = source
     raise_descriptor_limit()
-    report = SaveReport("restore", options, goes_on=True)
+    report = SaveReport(options)
     not_kept: dict[str, int] = {}
     with report.running(), _explained("restore"), ExitStack() as opened:
         if destination is None:

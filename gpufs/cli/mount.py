@@ -109,7 +109,7 @@ def _mount_and_restore(mountpoint: str, chosen: config.Settings, flags: tuple[st
         mount(mountpoint, chosen, flags=flags)
         good = False
         try:
-            report = _save_run.restore(save, mountpoint, _save_run.SaveOptions(verify=True))
+            report = _save_run.restore(save, mountpoint, _save_run.SaveOptions(command="restore", verify=True))
             good = report.is_good
         finally:
             if not good:

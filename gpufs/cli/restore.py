@@ -37,4 +37,4 @@ def command(source: str, destination: str | None, verify: bool | None, **options
     from gpufs.cli._save_run import SaveOptions, opened_save, restore  # help and completions need no client
 
     with opened_save(source) as save:
-        return restore(save, destination, SaveOptions(verify=verify is not False, **options)).end()
+        return restore(save, destination, SaveOptions(command="restore", verify=verify is not False, **options)).end()

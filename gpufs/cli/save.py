@@ -30,4 +30,4 @@ def command(source: str, destination: str, timeout: float, **options: Any) -> in
     """
     from gpufs.cli._save_run import SaveOptions, save  # help and completions need no client
 
-    return save(source, destination, SaveOptions(**options), timeout).end()
+    return save(source, destination, SaveOptions(command="save", **options), timeout).end()

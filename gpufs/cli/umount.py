@@ -54,7 +54,7 @@ def command(
         from gpufs.cli._save_run import SaveOptions, save  # which others do without
 
         _check_can_end(_mounts.find(mountpoints[0]), force=force)
-        report = save(mountpoints[0], save_as, SaveOptions(), timeout, last=True)
+        report = save(mountpoints[0], save_as, SaveOptions(command="save"), timeout, last=True)
         if not report.is_good:
             return report.end()
     work = functools.partial(umount, force=force, lazy=lazy, timeout=timeout)

@@ -1,8 +1,8 @@
 """The package that programs import to copy into and out of a mount.
 
 :func:`copy` moves a file into or out of device memory at the engine's speed: it opens both ends itself, through the
-kernel, and passes them to the mount's daemon. :func:`copy_files` copies many files, :func:`copy_tree` a directory,
-:func:`copy_to_each` one file to several GPUs. :mod:`gpufs` has the functions that map the memory behind a file, and
+kernel, and passes them to the mount's daemon. :func:`copy_files` copies many files, also to several GPUs,
+:func:`copy_tree` a directory. :mod:`gpufs` has the functions that map the memory behind a file, and
 that show memory as a file: `gpufs cp` does not load them. Importing this starts nothing and loads no driver.
 """
 
@@ -12,33 +12,31 @@ from gpufs._naming import lazy
 
 if TYPE_CHECKING:
     from gpufs.client._cancellation import Cancellation
-    from gpufs.copying.calls import copy, copy_files, copy_to_each
-    from gpufs.copying.copier import Copier
-    from gpufs.copying.tree_call import copy_tree
-    from gpufs.copying.types import CopyError, CopyProgress, CopyResult
+    from gpufs.copying.calls import Copier, copy, copy_files, copy_tree
+    from gpufs.copying.types import CopyError, CopyOptions, CopyProgress, CopyResult
 
 # A module whose name begins with a dot is beside this package.
 _MODULES = {
     "Cancellation": "_cancellation",
-    "Copier": ".copying.copier",
+    "Copier": ".copying.calls",
     "CopyError": ".copying.types",
+    "CopyOptions": ".copying.types",
     "CopyProgress": ".copying.types",
     "CopyResult": ".copying.types",
     "copy": ".copying.calls",
     "copy_files": ".copying.calls",
-    "copy_to_each": ".copying.calls",
-    "copy_tree": ".copying.tree_call",
+    "copy_tree": ".copying.calls",
 }
 
 __all__ = [
     "Cancellation",
     "Copier",
     "CopyError",
+    "CopyOptions",
     "CopyProgress",
     "CopyResult",
     "copy",
     "copy_files",
-    "copy_to_each",
     "copy_tree",
 ]
 

@@ -7,12 +7,13 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from gpufs import mounting
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.entries import Entry, is_inside
 from gpufs.copying.patterns import Selection
+from gpufs.copying.types import Report
 from gpufs.copying.walk import Fail, Folder, Step, Steps, walk_files
 from gpufs.new_file import part_name
 
@@ -20,26 +21,12 @@ from gpufs.new_file import part_name
 Names: TypeAlias = Mapping[str, Literal["file", "directory"]]
 
 
-class DeletionReport(Protocol):
-    """Receives the report of each removal."""
-
-    def deleted(self, path: str) -> None:
-        """Take what has been removed."""
-
-    def failed(self, source: str, destination: str | None, error: OSError) -> None:
-        """Take what could not be removed, or looked at."""
-
-
-def names_of(steps: Steps) -> dict[str, Literal["file", "directory"]]:
-    """Return what a walk over a source finds."""
-    names: dict[str, Literal["file", "directory"]] = {}
-    with closing(steps):
-        for step in steps:
-            if step.kind == "enter" and step.folder is not None:
-                names[step.folder.below] = "directory"
-            elif step.kind == "file":
-                names[step.below] = "file"
-    return names
+def add_name(names: dict[str, Literal["file", "directory"]], step: Step) -> None:
+    """Add what a step of a walk over a source has found."""
+    if step.kind == "enter" and step.folder is not None:
+        names[step.folder.below] = "directory"
+    elif step.kind == "file":
+        names[step.below] = "file"
 
 
 def check_apart(source: str, copy: str) -> None:
@@ -54,7 +41,7 @@ def delete_others(
     names: Names,
     selection: Selection,
     cancel: Cancellation,
-    report: DeletionReport,
+    report: Report,
     *,
     dry_run: bool = False,
     below: str = "",

@@ -10,26 +10,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Final
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_receive import Receiver
-from gpufs.copying.host_reports import Noted, Outcomes, Reports, Shown, Silent, Sink, outcome_of, show
+from gpufs.copying.host_reports import OfHost, Reports, outcome_of
 from gpufs.copying.host_send import Sender, Sent
 from gpufs.copying.job import CopyContext
-from gpufs.copying.types import (
-    STREAM,
-    CopyError,
-    CopyOptions,
-    Outcome,
-    Progress,
-    TreeOptions,
-    check_options,
-    copy_error,
-    error_class,
-)
+from gpufs.copying.types import CopyError, CopyOptions, Report, copy_error, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages, names
 from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError, exchange
@@ -41,93 +32,6 @@ from gpufs.syscalls import start_thread
 
 # A command that is stopped (Ctrl-Z) sends nothing.
 _SILENCE_SECONDS: Final = 60.0
-
-
-def download(
-    context: CopyContext,
-    peer: Peer,
-    paths: Sequence[str],
-    destination: str,
-    request: HostRequest,
-    sink: Sink,
-    cancel: Cancellation,
-) -> None:
-    """Copy files of the other machine. ``request`` has the options. OSError for what ends all copies."""
-    request.sends = True
-    request.sources = [os.fsencode(path) for path in paths]
-    with _bases(paths, destination, request) as bases:
-        peer.channel.send(request)
-        shown = Shown(sink, peer.host)
-        Receiver(context, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
-
-
-def upload(
-    context: CopyContext,
-    peer: Peer,
-    sources: Sequence[str],
-    targets: Sequence[HostName],
-    request: HostRequest,
-    sink: Sink,
-) -> None:
-    """Copy files to a chain of machines, of which ``peer`` is the first. OSError for what ends all copies."""
-    request.sends = False
-    request.sources = [os.fsencode(os.path.basename(source.rstrip("/"))) for source in sources]  # their names count
-    request.destination = os.fsencode(targets[0].path)
-    request.forward = [os.fsencode(str(target)) for target in targets[1:]]
-    peer.channel.send(request)
-    failed_hops: set[int] = set()
-
-    def take(sent: Sent, result: messages.FileResult) -> None:
-        destination = str(HostName(targets[result.hop].host, os.fsdecode(result.path)))
-        outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
-        # A file is cancelled if its directory could not be created, which has been reported.
-        if result.error != errno.ECANCELED or result.hop not in failed_hops:
-            sink.file_ended(sent.path, outcome, result.hop)
-
-    def fail(failed: messages.Failed) -> None:
-        failed_hops.add(failed.hop)
-        shown = str(HostName(targets[failed.hop].host, os.fsdecode(failed.path)))
-        sink.file_ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
-
-    def fail_here(path: str, error: OSError) -> None:
-        sink.file_ended(path, copy_error(error, path))
-
-    def lose(lost: messages.Lost) -> None:
-        sink.host_lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
-
-    noted = Noted(sink, peer.host)
-    _send(context, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
-
-
-def ask_for_upload(
-    peer: Peer, paths: Sequence[str], targets: Sequence[HostName], request: HostRequest, sink: Sink
-) -> None:
-    """Let another machine copy its files to a chain of machines. OSError for what ends all copies."""
-    request.sends = True
-    request.sources = [os.fsencode(path) for path in paths]
-    request.forward = [os.fsencode(str(target)) for target in targets]
-    peer.channel.send(request)
-    shown, answers = Shown(sink, peer.host), 0
-    while not isinstance(message := peer.channel.receive(), messages.Finished):
-        match message:
-            case messages.Plan():
-                sink.planned(message.size)
-            case messages.Moved():
-                shown.moved(os.fsdecode(message.source), message.size)
-            case messages.Notice():
-                shown.noticed(message.text)
-            case messages.FileResult() if message.hop < len(targets):
-                answers += 1
-                show(message, shown)
-            case messages.Deleted() if request.delete:
-                sink.deleted(os.fsdecode(message.path))
-            case messages.Lost() if message.hop < len(targets):
-                answers += len(paths)
-                sink.host_lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
-            case _:
-                raise HostProtocolError("no result")
-    if answers < len(paths) and not request.recursive:
-        raise HostProtocolError("no result of a file")
 
 
 def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -> bool:
@@ -176,7 +80,7 @@ def _answer(
         _upload_as_asked(context, channel, [_expanded(path) for path in paths], request, shell, program)
     elif request.sends:
         sources = [_expanded(path) for path in paths]
-        _send(context, channel, sources, request, Silent(), ignore, ignore, ignore, ignore, has_nixl)
+        _send(context, channel, sources, request, Report(), ignore, ignore, ignore, ignore, has_nixl)
     else:
         cancel = Cancellation()
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
@@ -184,7 +88,7 @@ def _answer(
             if request.forward:
                 next_host = NextHost(channel, request, cancel, shell=shell, program=program)
             receiver = Receiver(
-                context, channel, bases, request, Silent(), cancel, peer_has_nixl=has_nixl, next_host=next_host
+                context, channel, bases, request, Report(), cancel, peer_has_nixl=has_nixl, next_host=next_host
             )
             try:
                 receiver.run()
@@ -217,7 +121,7 @@ def _upload_as_asked(
             cancel=cancel,
             notice=reports.noticed,
         ) as peer:
-            upload(context, peer, sources, targets, request, reports)
+            _upload(context, peer, sources, targets, request, reports)
     except OSError as error:
         reports.host_lost(0, copy_error(error, str(error.filename)))
     channel.send(messages.Finished())
@@ -245,12 +149,50 @@ def _bases(paths: Sequence[str], destination: str, request: HostRequest) -> Iter
         yield bases
 
 
+def _upload(
+    context: CopyContext,
+    peer: Peer,
+    sources: Sequence[str],
+    targets: Sequence[HostName],
+    request: HostRequest,
+    report: Report,
+) -> None:
+    """Copy files to a chain of machines, of which ``peer`` is the first. OSError for what ends all copies."""
+    request.sends = False
+    request.sources = [os.fsencode(os.path.basename(source.rstrip("/"))) for source in sources]  # their names count
+    request.destination = os.fsencode(targets[0].path)
+    request.forward = [os.fsencode(str(target)) for target in targets[1:]]
+    peer.channel.send(request)
+    failed_hops: set[int] = set()
+
+    def take(sent: Sent, result: messages.FileResult) -> None:
+        destination = str(HostName(targets[result.hop].host, os.fsdecode(result.path)))
+        outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
+        # A file is cancelled if its directory could not be created, which has been reported.
+        if result.error != errno.ECANCELED or result.hop not in failed_hops:
+            report.file_ended(sent.path, outcome, result.hop)
+
+    def fail(failed: messages.Failed) -> None:
+        failed_hops.add(failed.hop)
+        shown = str(HostName(targets[failed.hop].host, os.fsdecode(failed.path)))
+        report.file_ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
+
+    def fail_here(path: str, error: OSError) -> None:
+        report.file_ended(path, copy_error(error, path))
+
+    def lose(lost: messages.Lost) -> None:
+        report.host_lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
+
+    noted = OfHost(report, peer.host, has_source=False)
+    _send(context, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
+
+
 def _send(
     context: CopyContext,
     channel: HostChannel,
     sources: Sequence[str],
     request: HostRequest,
-    sink: Sink,
+    report: Report,
     take: Callable[[Sent, messages.FileResult], None],
     fail: Callable[[messages.Failed], None],
     fail_here: Callable[[str, OSError], None],
@@ -260,14 +202,16 @@ def _send(
     """Send files, and read the results on a thread of its own."""
     follow = not request.recursive or request.dereference
     sent = [Entry.of(source, follow=follow) for source in sources]
-    sender = Sender(channel, context, sent, request, fail_here, sink.moved, sink.noticed, peer_has_nixl=peer_has_nixl)
+    sender = Sender(
+        channel, context, sent, request, fail_here, report.moved, report.noticed, peer_has_nixl=peer_has_nixl
+    )
 
     def write() -> None:
         plan = sender.plan()
-        sink.planned(plan.size)
+        report.planned(plan.size)
         sender.run(plan)
 
-    exchange(channel, lambda: sender.read_results(take, fail, lose, sink), write)
+    exchange(channel, lambda: sender.read_results(take, fail, lose, report), write)
 
 
 def _is_text(words: str) -> bool:
@@ -292,11 +236,7 @@ class Route:
         named = [str(target).rstrip("/") for target in self._to]
         twice = [name for place, name in enumerate(named) if name in named[:place]]
         text = ""
-        if STREAM in sources or STREAM in ends:
-            text = "- is standard input or output, and the other name must be on this machine"
-        elif not all(sources) or not all(ends):
-            text = "an empty name is given where a file belongs"
-        elif self._from and len(self._from) < len(sources):
+        if self._from and len(self._from) < len(sources):
             text = "files of this machine and of another cannot be sources of one command: use two"
         elif len({name.host for name in self._from}) > 1:
             text = "the sources are on several machines: use one command for each"
@@ -313,68 +253,62 @@ class Route:
 
     @contextmanager
     def connected(
-        self, cancel: Cancellation, notice: Callable[[str], None] | None
-    ) -> Iterator[Callable[[CopyContext, HostRequest, Sink], None]]:
+        self, context: CopyContext, request: HostRequest, report: Report, cancel: Cancellation
+    ) -> Iterator[Callable[[], None]]:
         """Connect, which may ask for a password, and return what copies, with the options of the request."""
         hosts = [target.host for target in self._to]
         if self._from:
             hosts.insert(0, self._from[0].host)
-        with connected(hosts, shell=self._shell, program=self._program, cancel=cancel, notice=notice) as peer:
+        shell, program = self._shell, self._program
+        with connected(hosts, shell=shell, program=program, cancel=cancel, notice=report.noticed) as peer:
+            request.sends = True
+            request.sources = [os.fsencode(name.path) for name in self._from]
+            if not self._from:
+                yield partial(_upload, context, peer, self._sources, self._to, request, report)
+            elif self._to:
+                yield partial(self._ask_for_upload, peer, request, report)
+            else:
+                yield partial(self._download, context, peer, request, report, cancel)
 
-            def copy(context: CopyContext, request: HostRequest, sink: Sink) -> None:
-                paths = [name.path for name in self._from]
-                if not self._from:
-                    upload(context, peer, self._sources, self._to, request, sink)
-                elif self._to:
-                    ask_for_upload(peer, paths, self._to, request, sink)
-                else:
-                    download(context, peer, paths, self._end, request, sink, cancel)
+    def _download(
+        self, context: CopyContext, peer: Peer, request: HostRequest, report: Report, cancel: Cancellation
+    ) -> None:
+        """Copy files of the other machine."""
+        with _bases([name.path for name in self._from], self._end, request) as bases:
+            peer.channel.send(request)
+            shown = OfHost(report, peer.host, has_source=True)
+            Receiver(context, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
 
-            yield copy
+    def _ask_for_upload(self, peer: Peer, request: HostRequest, report: Report) -> None:
+        """Let another machine copy its files to a chain of machines."""
+        request.forward = [os.fsencode(str(target)) for target in self._to]
+        peer.channel.send(request)
+        shown, answers = OfHost(report, peer.host, has_source=True), 0
+        while not isinstance(message := peer.channel.receive(), messages.Finished):
+            match message:
+                case messages.Plan():
+                    report.planned(message.size)
+                case messages.Moved():
+                    shown.moved(os.fsdecode(message.source), message.size)
+                case messages.Notice():
+                    shown.noticed(message.text)
+                case messages.FileResult() if message.hop < len(self._to):
+                    answers += 1
+                    source, end = os.fsdecode(message.source), os.fsdecode(message.path) or None
+                    shown.file_ended(source, outcome_of(message, source, end, message.seconds), message.hop)
+                case messages.Deleted() if request.delete:
+                    report.deleted(os.fsdecode(message.path))
+                case messages.Lost() if message.hop < len(self._to):
+                    answers += len(self._from)
+                    report.host_lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
+                case _:
+                    raise HostProtocolError("no result")
+        if answers < len(self._from) and not request.recursive:
+            raise HostProtocolError("no result of a file")
 
 
-def new_request(options: CopyOptions, tree: TreeOptions, *, in_directory: bool = False) -> HostRequest:
+def new_request(options: CopyOptions, *, in_directory: bool = False) -> HostRequest:
     """Return what another machine needs to know about a copy, apart from the names."""
-    return HostRequest(
-        sends=False,
-        sources=[],
-        in_directory=in_directory,
-        recursive=tree.recursive,
-        dereference=tree.dereference,
-        preserve=tree.preserve,
-        no_clobber=tree.no_clobber,
-        exact=tree.exact,
-        update=tree.update,
-        checksum=tree.checksum,
-        delete=tree.delete,
-        include=[os.fsencode(pattern) for pattern in tree.include],
-        exclude=[os.fsencode(pattern) for pattern in tree.exclude],
-        verify=options.verify,
-        fsync=options.fsync,
-    )
-
-
-# ---- names that a program has given ----
-
-
-def copy_names(
-    context: CopyContext,
-    source: str,
-    destinations: Sequence[str],
-    progress: Progress,
-    cancel: Cancellation | None,
-) -> list[Outcome]:
-    """Copy one file from or to other machines by ssh; the outcomes are in the order of ``destinations``."""
-    cancel, options = cancel or Cancellation(), context.options
-    sink = Outcomes(len(destinations), progress, context.notice)
-    request = new_request(options, TreeOptions(preserve=options.preserve))
-    try:
-        check_options(options, "HOST:PATH")
-        with Route([source], destinations).connected(cancel, context.notice) as copy:
-            copy(context, request, sink)
-    except OSError as error:
-        sink.host_lost(0, copy_error(error, str(error.filename or source)))
-    # An error of the source is reported once.
-    errors = [outcome for outcome in sink.outcomes if isinstance(outcome, CopyError)]
-    other = errors[0] if errors else CopyError(errno.EIO, "nothing was copied", source)
-    return [outcome or other for outcome in sink.outcomes]
+    known = {name: getattr(options, name) for name in HostRequest.__struct_fields__ if hasattr(options, name)}
+    known |= {name: list(map(os.fsencode, known[name])) for name in ("include", "exclude")}
+    return HostRequest(sends=False, sources=[], in_directory=in_directory, **known)

@@ -19,12 +19,11 @@ from gpufs.copying.checksums import RunningChecksum, has_checksum, sha256_of
 from gpufs.copying.deletion import delete_others
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place
-from gpufs.copying.host_reports import Sink
 from gpufs.copying.identity import Identity
 from gpufs.copying.job import CopyContext
 from gpufs.copying.patterns import Selection
 from gpufs.copying.tree import CopiedDirectory, exists, find_copy, make_special, pass_on
-from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, error_class
+from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, Report, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages
 from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded, HostChannel, HostProtocolError
@@ -42,12 +41,12 @@ _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
 
 
 @dataclass(eq=False)
-class Receiver:
+class Receiver(Report):
     context: CopyContext
     channel: HostChannel  # to the sender
     bases: Sequence[Entry]  # the destinations of the sources, with their directories open
     request: HostRequest
-    sink: Sink
+    sink: Report
     cancel: Cancellation  # ends waits for memory
     _: KW_ONLY
     peer_has_nixl: bool

@@ -14,10 +14,10 @@ from gpufs.copying import entries
 from gpufs.copying.checksums import RunningChecksum, sha256_of
 from gpufs.copying.entries import Entry, OpenFile, data_bytes
 from gpufs.copying.host_memory import attached_in_place
-from gpufs.copying.host_reports import Sink
 from gpufs.copying.identity import settle
 from gpufs.copying.job import CopyContext
 from gpufs.copying.patterns import Selection
+from gpufs.copying.types import Report
 from gpufs.copying.walk import Fail, Step, Steps, walk_files
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages
@@ -108,7 +108,7 @@ class Sender:
         take: Callable[[Sent, messages.FileResult], None],
         fail: Callable[[messages.Failed], None],
         lose: Callable[[messages.Lost], None],
-        sink: Sink,
+        sink: Report,
     ) -> None:
         """Receive what becomes of the files, until the receiver has finished."""
         try:

@@ -66,8 +66,7 @@ class CopyContext:
     """How the copies of a Copier are made, and what they share. Thread-safe."""
 
     def __init__(self, options: CopyOptions, notice: Callable[[str], None] | None) -> None:
-        """ValueError for an option that is not allowed. ``notice``: called with lines for the user."""
-        options.check()
+        """``notice``: called with lines for the user."""
         self.options = options
         self.notice = notice
         self.connections = IdleConnections(required=options.fastpath == "require", notice=notice)
@@ -261,10 +260,6 @@ class CopyJob:
         self._data.source_fd = copy.fd
         self._data.total = copy.status.st_size
 
-    @property
-    def cancelled(self) -> bool:
-        return self._data.cancel is not None and self._data.cancel.cancelled
-
     def _result(self, digest: str | None) -> CopyResult:
         data = self._data
         names = (self.source.entry.path, self.destination.entry.path)
@@ -313,7 +308,7 @@ class CopyJob:
             raise OSError(errno.EPERM, f"{text}: dd conv=notrunc writes a part")
 
     def _move(self) -> None:
-        if self._context.options.times:
+        if self._context.options.update:
             settle(self.attributes)
         source, destination = self.source.status.st_dev, self.destination.status.st_dev
         if self._stream:
@@ -359,7 +354,7 @@ class CopyJob:
             self._whole = True  # without its attributes it still is a copy
             entries.preserve(fd, self.attributes)
             self._whole = False
-        elif options.times and self._identity is None and self._is_regular():
+        elif options.update and self._identity is None and self._is_regular():
             entries.set_times(fd, self.attributes)
         if self._identity is not None:
             self._identity.note(fd)

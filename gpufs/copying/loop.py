@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from queue import Empty, Full, Queue
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 from gpufs.client._cancellation import Cancellation
-from gpufs.copying.deletion import Names, check_apart, delete_others, names_of
-from gpufs.copying.entries import Entry, data_bytes
-from gpufs.copying.job import CopyContext
+from gpufs.copying.deletion import Names, add_name, check_apart, delete_others
+from gpufs.copying.entries import Entry, data_bytes, find_targets, kind_of
 from gpufs.copying.patterns import Selection
 from gpufs.copying.tree import FileTree, TreeState, adopt, has_attributes
-from gpufs.copying.types import CopyResult, Outcome, Progress, TreeOptions, TreeReport
-from gpufs.copying.walk import Fail, Step, Steps, walk_files, walk_store
+from gpufs.copying.types import STREAM, CopyResult, Outcome, Report, as_os_error, check_options
+from gpufs.copying.walk import Folder, Step, Steps, replay, walk_files, walk_store
+from gpufs.exceptions import text_of
 from gpufs.syscalls import start_thread
 
 if TYPE_CHECKING:
+    from gpufs.copying.copier import FileCopier
     from gpufs.copying.store_copy import StoredCopies
     from gpufs.stores.files import StoreFile
     from gpufs.stores.urls import Url
@@ -37,10 +39,18 @@ _IN_PLACE: Final = "for both versions of files that it replaces (--inplace overw
 
 
 class Source(NamedTuple):
-    """A name to copy from: its walk, and its copies, one for each destination."""
+    """What a name to copy from has, and its copies, one for each destination."""
 
-    walk: Callable[[Fail], Steps]
-    copies: Sequence[Entry]
+    steps: Steps
+    trees: Sequence[FileTree]
+
+
+class _Need(NamedTuple):
+    """The bytes that a copy needs, and those that it frees. ``is_done``: it is there, and has all attributes."""
+
+    size: int = 0
+    freed: int = 0
+    is_done: bool = False
 
 
 class Tree(Protocol):
@@ -56,26 +66,24 @@ class Tree(Protocol):
         """Create what is neither a file nor a directory."""
 
 
-class FileCopier(Protocol):
-    """Copies single files: Copier, or what saves them."""
+class _Thread:
+    """A thread. Waits for ``ended``, unlike those of join(), can be interrupted by an exception of a signal handler."""
 
-    context: CopyContext
+    def __init__(self, call: Callable[..., None], *arguments: object) -> None:
+        self.ended = threading.Event()
+        self.join = start_thread(self._run, call, arguments).join
 
-    def copy_each(
-        self,
-        source: Entry | StoreFile,
-        ends: Sequence[Entry | Url],
-        *,
-        progress: Progress,
-        cancel: Cancellation,
-    ) -> list[Outcome]:
-        """Copy a file to each of its destinations."""
+    def _run(self, call: Callable[..., None], arguments: Sequence[object]) -> None:
+        try:
+            call(*arguments)
+        finally:
+            self.ended.set()
 
 
 class CopyThreads:
     """Threads that carry out calls, with a bound on those that wait."""
 
-    def __init__(self, cancel: Cancellation, report: TreeReport) -> None:
+    def __init__(self, cancel: Cancellation, report: Report) -> None:
         self._cancel = cancel
         self._report = report
         # A call, and what to do in its place once cancelled; None for each thread at the end.
@@ -86,25 +94,25 @@ class CopyThreads:
 
         ``find`` runs on a thread of its own, for a store or a disk may be slow to answer.
         """
-        workers: list[threading.Thread] = []
+        workers: list[_Thread] = []
         try:
             for _ in range(jobs):
-                workers.append(start_thread(self._work))
+                workers.append(_Thread(self._work))
         except OSError:
             if not workers:
                 raise
         try:
-            finder = start_thread(self._find, find, len(workers))
+            finder = _Thread(self._find, find, len(workers))
         except OSError:
             self._cancel.cancel()
             raise
         try:
-            while finder.is_alive() and not self._cancel.cancelled:
+            while not finder.ended.is_set() and not self._cancel.cancelled:
                 self._wait(finder)
-            finder.join(_END_SECONDS)  # the walk ends with its present step, unless it waits for a store
+            finder.ended.wait(_END_SECONDS)  # the walk ends with its present step, unless it waits for a store
             deadline = float("inf")
             for worker in workers:
-                while worker.is_alive():
+                while not worker.ended.is_set():
                     self._wait(worker)
                     if self._cancel.cancelled:
                         deadline = min(deadline, time.monotonic() + _INTERRUPT_SECONDS)
@@ -114,32 +122,22 @@ class CopyThreads:
                         return
         except BaseException:  # KeyboardInterrupt, or of a program that is shown the progress
             self._cancel.cancel()
+            finder.ended.wait(_END_SECONDS)
             deadline = time.monotonic() + _INTERRUPT_SECONDS
-            for thread in (finder, *workers):
-                thread.join(max(deadline - time.monotonic(), 0))
+            for worker in workers:
+                worker.ended.wait(max(deadline - time.monotonic(), 0))
             raise
         finally:
+            for thread in (finder, *workers):
+                if thread.ended.is_set():
+                    thread.join()
             with suppress(Empty):  # nothing is queued, unless it was cancelled
                 while True:
                     if (queued := self._queue.get_nowait()) is not None:
                         queued[True]()
 
-    def run_one(self, call: Callable[[], None]) -> None:
-        """Carry out one call by a thread, and raise what it raises. OSError EAGAIN as run()."""
-        failures: list[Exception] = []
-
-        def carry_out() -> None:
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001 - raised below
-                failures.append(error)
-
-        self.run(partial(self.put, carry_out), 1)
-        if failures:
-            raise failures[0]
-
-    def _wait(self, thread: threading.Thread) -> None:
-        thread.join(_REFRESH)
+    def _wait(self, thread: _Thread) -> None:
+        thread.ended.wait(_REFRESH)
         self._report.tick()
 
     def put(self, work: Callable[[], None], drop: Callable[[], None] = lambda: None) -> None:
@@ -153,10 +151,9 @@ class CopyThreads:
     def _find(self, find: Callable[[], None], workers: int) -> None:
         try:
             find()
-        except OSError as error:
-            self._report.failed("", error.filename, error)
         except Exception as error:  # noqa: BLE001 - the workers must end
-            self._report.failed("", None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
+            failure = as_os_error(error)
+            self._report.failed("", failure.filename, failure)
         finally:
             for _ in range(workers):
                 while not self._cancel.cancelled:
@@ -178,43 +175,124 @@ class CopyThreads:
 
 
 class TreeCopy(CopyThreads):
-    def __init__(self, copier: FileCopier, options: TreeOptions, cancel: Cancellation, report: TreeReport) -> None:
+    """One copy of files and directories, with the options of the copier."""
+
+    def __init__(self, copier: FileCopier, cancel: Cancellation, report: Report) -> None:
         super().__init__(cancel, report)
-        self.state = TreeState(options, copier.context, cancel, report)
+        self.state = TreeState(copier.context, cancel, report)
         self._copier = copier
-        self._options = options
-        self._selection = Selection(options.include, options.exclude)
+        self._options = options = copier.context.options
+        self.selection = Selection(options.include, options.exclude)
+        self._made: dict[str, str] | None = None  # of several sources: what is copied, by the names of the copies
+        self._is_incomplete = False  # not all of the sources can be read
         self._stored: StoredCopies | None = None  # of uploads with --update
         self._may_overwrite = False  # by --inplace
         self._jobs = 1
+        self._many = True  # several files, perhaps
         # A lock if there is space for one copy at a time.
         self._turn: AbstractContextManager[object] = nullcontext()
 
     def run(self, find: Callable[[], None], jobs: int) -> None:
         """Copy what ``find`` adds, as CopyThreads.run()."""
-        self._jobs = jobs
-        super().run(find, jobs)
+        self._jobs = jobs if self._many else 1
+        super().run(find, self._jobs)
 
     # ---- what is copied ----
 
-    def find_files(self, named: Sequence[Sequence[tuple[str, Entry]]]) -> None:
+    @contextmanager
+    def opened(
+        self,
+        sources: Sequence[str],
+        ends: Sequence[str],
+        *,
+        in_directory: bool = False,
+        is_one: bool = False,
+        shell: str = "",
+        program: str = "",
+    ) -> Iterator[Callable[[], None]]:
+        """Find out what names mean, and yield what finds their files, for run(). OSError if they cannot be used.
+
+        ``ends``: the destination, or several. They are what cp(1) takes them for: ``in_directory`` as -t. ``is_one``:
+        no pattern may name several files. This connects to other machines, which may ask for a password; ``shell``,
+        ``program``: as of Route.
+        """
+        options, kind = self._options, kind_of((*sources, *ends))
+        if not all(sources) or not all(ends):
+            raise OSError(errno.ENOENT, "an empty name is given where a file belongs")
+        if kind != "file" and STREAM in (*sources, *ends):
+            raise OSError(errno.EINVAL, "- is standard input or output, and the other name must be on this machine")
+        self._many = options.recursive or len(sources) > 1
+        if kind == "host":
+            check_options(options, "HOST:PATH")
+            with self._connected(sources, ends, in_directory, shell, program) as find:
+                yield find
+            return
+        names, follow = sources, not options.recursive
+        urls: list[Url] = []
+        if kind == "url":
+            from gpufs.copying import store_copy  # other copies need none of it
+
+            check_options(options, "a URL")
+            urls, target = store_copy.plan(sources, ends)
+            if target is not None:
+                into = not options.exact and (in_directory or target.is_directory or len(sources) > 1)
+                yield partial(self._find_uploads, sources, target, into=into)
+                return
+            names, follow = [url.name for url in urls], False
+            if any(url.is_pattern for url in urls):
+                if options.exact or is_one:
+                    text = "a pattern names several files, and -T takes one SOURCE ([*] stands for the character *)"
+                    raise OSError(errno.EINVAL, text, sources[0])
+                self._many = in_directory = True
+        with ExitStack() as opened:
+            named = []
+            for end in ends:
+                found = find_targets(names, end, follow=follow, directory=in_directory, exact=options.exact)
+                try:
+                    named.append(opened.enter_context(found))
+                except OSError as error:
+                    raise OSError(error.errno, text_of(error), end) from None
+            yield partial(self._find_urls, urls, named) if urls else partial(self._find_files, named)
+
+    @contextmanager
+    def _connected(
+        self, sources: Sequence[str], ends: Sequence[str], in_directory: bool, shell: str, program: str
+    ) -> Iterator[Callable[[], None]]:
+        from gpufs.copying import host_copy
+
+        failures: list[Exception] = []
+        try:
+            route = host_copy.Route(sources, ends, shell=shell, program=program)
+        except OSError as error:  # not of the other machine
+            named = f"{error.filename}: " if error.filename else ""
+            raise OSError(error.errno, f"{named}{error.strerror}") from None
+        request = host_copy.new_request(self._options, in_directory=in_directory)
+        with route.connected(self.state.context, request, self._report, self._cancel) as copy:
+
+            def carry_out() -> None:
+                try:
+                    copy()
+                except Exception as error:  # noqa: BLE001 - raised below, where the connection explains it
+                    failures.append(error)
+
+            yield partial(self.put, carry_out)
+            if failures:
+                raise failures[0]
+
+    def _find_files(self, named: Sequence[Sequence[tuple[str, Entry]]]) -> None:
         """Walk over files and directories of this machine. ``named``: for each destination the sources and copies."""
         found = []
         for copies in zip(*named, strict=True):
-            walk = partial(self._walk, copies[0][0], hint="-r copies it, -t copies into it")
-            found.append(Source(walk, [copy for _, copy in copies]))
+            source = copies[0][0]
             if self._options.delete:
-                check_apart(copies[0][0], copies[0][1].path)
-        self._delete_others(found)
+                check_apart(source, copies[0][1].path)
+            steps = self._walk(source, hint="-r or gpufs.copy_tree() copies it, -t copies into it")
+            found.append(Source(steps, [FileTree(copy, self.state) for _, copy in copies]))
         self._may_overwrite = self._options.replace
-        many = self._options.recursive or len(found) > 1 or len(named) > 1
-        if not many or self._all_fit(found, replaces=self._options.replace):
-            for source in found:
-                created: set[tuple[int, int]] = set()
-                self.add(source.walk(self._fail), [FileTree(copy, self.state, created) for copy in source.copies])
+        self._copy_all(found, replaces=self._options.replace)
 
-    def find_urls(self, urls: Sequence[Url], named: Sequence[Sequence[Entry]]) -> None:
-        """Ask stores for the files of URLs. ``named``: for each destination the copies of the URLs."""
+    def _find_urls(self, urls: Sequence[Url], named: Sequence[Sequence[tuple[str, Entry]]]) -> None:
+        """Ask stores for the files of URLs. ``named``: for each destination the names and copies of the URLs."""
         from gpufs.stores import finding
 
         found = []
@@ -224,43 +302,60 @@ class TreeCopy(CopyThreads):
             except OSError as error:
                 self._fail(url.shown, error)
                 continue
-            copies = [of_end[place] for of_end in named]
-            if not url.is_pattern:
-                directory = None if files[0].url.key == url.key else url.shown
-                found.append(Source(partial(walk_store, directory, files), copies))
-                continue
-            for file in files:  # the copies have the pattern's name
-                beside = [copy.beside(file.path) for copy in copies]
-                found.append(Source(partial(walk_store, None, [file]), beside))
-        self._delete_others(found)
-        many = self._options.recursive or len(found) > 1 or len(named) > 1
-        if not many or self._all_fit(found, replaces=True):
-            for source in found:
-                trees = [FileTree(copy, self.state, set(), follow=True) for copy in source.copies]
-                self.add(source.walk(self._fail), trees)
+            copies = [of_end[place][1] for of_end in named]
+            each: list[tuple[str | None, list[StoreFile], list[Entry]]]
+            if url.is_pattern:  # the copies have the pattern's name
+                each = [(None, [file], [copy.beside(file.path) for copy in copies]) for file in files]
+            else:
+                each = [(None if files[0].url.key == url.key else url.shown, files, copies)]
+            for directory, below, ends in each:
+                trees = [FileTree(end, self.state, follow=True) for end in ends]
+                found.append(Source(self.selection.of(walk_store(directory, below)), trees))
+        self._copy_all(found, replaces=True)
 
-    def find_uploads(self, sources: Sequence[str], url: Url, *, into: bool) -> None:
+    def _find_uploads(self, sources: Sequence[str], url: Url, *, into: bool) -> None:
         """Walk over what is stored at a URL, or below it with ``into``."""
         from gpufs.copying.store_copy import BucketTree, StoredCopies, delete_other_objects
 
         for source in sources:
             target = url.below(os.path.basename(os.path.normpath(source))) if into else url
-            names = self._names(partial(self._walk, source, follow=True)) if self._options.delete else None
+            steps = self._walk(source, follow=True)
             if self._options.update and not self._options.checksum:
                 self._stored = StoredCopies(target, recursive=self._options.recursive)
-            if names is not None:
-                delete_other_objects(target, names, self._selection, self.state)
-                self._report_unmatched()
-            self.add(self._walk(source, self._fail, follow=True), [BucketTree(target, self.state)])
+            if self._options.delete:
+                listed, names = self.listed(steps), dict[str, Literal["file", "directory"]]()
+                for step in listed:
+                    add_name(names, step)
+                if self._may_delete(names):
+                    delete_other_objects(target, names, self.selection, self.state)
+                    self._report_unmatched()
+                steps = replay(listed, self._fail)
+            self.add(steps, [BucketTree(target, self.state)])
 
-    def _walk(self, source: str, fail: Fail, *, hint: str = "-r copies it", follow: bool = False) -> Steps:
+    def _walk(self, source: str, *, hint: str = "-r copies it", follow: bool = False) -> Steps:
         recursive, dereference = self._options.recursive, self._options.dereference
         entry = Entry.of(source, follow=follow or dereference or not recursive)
-        return walk_files(entry, fail, recursive=recursive, dereference=dereference, hint=hint)
+        steps = walk_files(entry, self._fail, recursive=recursive, dereference=dereference, hint=hint)
+        return self.selection.of(steps)
+
+    def _copy_all(self, found: Sequence[Source], *, replaces: bool) -> None:
+        """Copy sources. If they may have several files, each is walked over to its end before anything is changed.
+
+        ``replaces``: existing files keep their memory until their new versions are complete.
+        """
+        if self._many or any(len(source.trees) > 1 for source in found):
+            self._made = {} if len(found) > 1 else None
+            needs = [list[_Need]() for _ in found[0].trees] if found else []
+            planned = [
+                Source(replay(self._plan(source, needs, replaces), self._fail), source.trees) for source in found
+            ]
+            found = planned if self._options.partial or self._all_fit(found, needs, replaces=replaces) else []
+        for source in found:
+            self.add(source.steps, source.trees)
 
     def add(self, steps: Steps, trees: Sequence[Tree]) -> None:
         """Create directories and links, and queue files."""
-        with closing(self._selection.of(steps)) as steps:
+        with closing(steps):
             for step in steps:
                 if self._cancel.cancelled:
                     return
@@ -279,97 +374,136 @@ class TreeCopy(CopyThreads):
                     self.put(partial(self._copy, step, ends), partial(self._release, step))
 
     def _fail(self, path: str, error: OSError) -> None:
+        self._is_incomplete = True
         self._report.failed(path, None, error)
 
-    def _delete_others(self, found: Sequence[Source]) -> None:
-        """Remove from the copies what their sources do not have. It comes first, for the space that it frees."""
-        for source in found if self._options.delete else ():
-            names = self._names(source.walk)
-            if names is not None:
-                for copy in source.copies:
-                    delete_others(
-                        copy, names, self._selection, self._cancel, self._report, dry_run=self._options.dry_run
-                    )
-        if found and self._options.delete:
+    # ---- before anything is changed ----
+
+    def listed(self, steps: Steps) -> list[Step]:
+        """Walk over a source to its end, or until this is cancelled."""
+        with closing(steps):
+            return list(itertools.takewhile(lambda step: not self._cancel.cancelled, steps))
+
+    def _plan(self, source: Source, needs: Sequence[list[_Need]], replaces: bool) -> list[Step]:
+        """Return what is to be done, and add to ``needs`` what it takes at each destination.
+
+        With --delete, what the source does not have is then removed, which frees space.
+        """
+        bases = [(os.path.normpath(tree.base.path), True) for tree in source.trees]
+        copies: dict[Folder | None, list[tuple[str, set[str] | None]]] = {}  # of directories: paths, and what they have
+        names: dict[str, Literal["file", "directory"]] = {}
+        planned = []
+        with closing(source.steps) as steps:
+            for step in steps:
+                if self._cancel.cancelled:
+                    break
+                if self._options.delete:
+                    add_name(names, step)
+                if step.kind == "leave":
+                    del copies[step.folder]
+                    planned.append(step)
+                    continue
+                ends = bases  # with whether they may exist
+                if step.parent is not None:
+                    name, above = step.name, copies[step.parent]
+                    ends = [(f"{path}/{name}", there is None or name in there) for path, there in above]
+                if step.kind == "enter":
+                    is_first = step.parent is None
+                    copies[step.folder] = [
+                        (path, _names_in(path, follow=is_first) if may_exist else set()) for path, may_exist in ends
+                    ]
+                elif self._made is not None and not self._is_first(self._made, step, [path for path, _ in ends]):
+                    continue
+                elif step.has_content:
+                    found = [
+                        self._need(path if may_exist else None, step, replaces=replaces) for path, may_exist in ends
+                    ]
+                    if all(need.is_done for need in found):
+                        for _ in found:
+                            self._report.skipped()
+                        continue
+                    for need, of_end in zip(found, needs, strict=True):
+                        of_end.append(need)
+                planned.append(step)
+        if self._options.delete:
+            if self._may_delete(names):
+                for tree in source.trees:
+                    dry_run = self._options.dry_run
+                    delete_others(tree.base, names, self.selection, self._cancel, self._report, dry_run=dry_run)
             self._report_unmatched()
+        return planned
+
+    def _is_first(self, made: dict[str, str], step: Step, paths: Sequence[str]) -> bool:
+        """Return whether the copies are the first of their names in this command."""
+        before = next((made[path] for path in paths if path in made), None)
+        if before is None:
+            made.update(dict.fromkeys(paths, step.path))
+        elif os.path.normpath(before) == os.path.normpath(step.path):
+            self._report.noticed(f"warning: {step.path}: is given more than once")
+        else:
+            text = "another source of this command has been copied there"
+            self._report.failed(step.path, paths[0], OSError(errno.EEXIST, text))
+        return before is None
 
     def _report_unmatched(self) -> None:
-        for text in self._selection.unmatched():
-            self._report.warned(f"the pattern {text} matches nothing, neither in the source nor in the copy")
+        for text in self.selection.unmatched():
+            self._report.noticed(f"warning: the pattern {text} matches nothing, neither in the source nor in the copy")
 
-    def _names(self, walk: Callable[[Fail], Steps]) -> Names | None:
-        """Return what a source has; None if that is not a directory, or if not all of it can be read."""
-        errors: list[OSError] = []
-        names = names_of(self._selection.of(walk(lambda path, error: errors.append(error))))
-        if errors:
-            self._report.warned("nothing is deleted, for not all of the source can be read")
-        return None if errors or names.get("") != "directory" else names
+    def _may_delete(self, names: Names) -> bool:
+        """Return whether a source is a directory, and all of it could be read."""
+        if self._is_incomplete:
+            self._report.noticed("warning: nothing is deleted, for not all of the source can be read")
+        return not self._is_incomplete and not self._cancel.cancelled and names.get("") == "directory"
 
-    # ---- space ----
-
-    def _all_fit(self, found: Sequence[Source], *, replaces: bool) -> bool:
-        """Return whether all files fit at each destination, and report where not.
-
-        ``replaces``: existing files keep their memory until their new versions are complete.
-        """
-        if self._options.partial or not found:
-            return True
-        needs: list[dict[str, tuple[int, int]]] = [{} for _ in found[0].copies]  # by the names of the copies
-        for source in found:
-            for step in self._selection.of(source.walk(_ignore)):
-                if step.kind == "file" and step.size:
-                    for copy, of_end in zip(source.copies, needs, strict=True):
-                        path = os.path.join(copy.as_directory().path, step.below) if step.below else copy.path
-                        if (need := self._need(path, step, replaces=replaces)) is not None:
-                            of_end[path] = need
-        ends = zip(found[0].copies, needs, strict=True)
-        fits = [self._fit(copy, of_end, replaces=replaces) for copy, of_end in ends]
+    def _all_fit(self, found: Sequence[Source], needs: Sequence[list[_Need]], *, replaces: bool) -> bool:
+        """Return whether all files fit at each destination, and report where not."""
+        trees = found[0].trees if found else []
+        fits = [self._fit(tree.base, of_end, replaces=replaces) for tree, of_end in zip(trees, needs, strict=True)]
         return all(fits)
 
-    def _need(self, path: str, step: Step, *, replaces: bool) -> tuple[int, int] | None:
-        """Return the bytes that a copy needs and those that it frees, None if there is none to be made."""
+    def _need(self, path: str | None, step: Step, *, replaces: bool) -> _Need:
+        """``path``: of the copy; None if it does not exist."""
         options, context = self._options, self.state.context
         size = step.size if step.status is None else data_bytes(step.status, step.size)
+        if path is None:
+            return _Need(size)
         entry = Entry.of(path, follow=False)
         try:
             status = entry.status()
         except OSError:
-            return size, 0
+            return _Need(size)
         if options.no_clobber:
-            return None
+            return _Need()
         if options.checksum:  # whether it is a copy is known once it is read
             is_copy = status.st_size == step.size
         else:
             is_copy = self.state.identity(step).is_of(entry, status) and not context.is_written(status)
         if options.update and is_copy:
-            if not options.checksum and (
-                not options.preserve or step.status is None or has_attributes(status, step.status)
-            ):
-                self.state.unchanged.add(path)
-            return None
+            has_all = not options.preserve or step.status is None or has_attributes(status, step.status)
+            return _Need(is_done=has_all and not options.checksum)
         frees = stat.S_ISREG(status.st_mode) and not (replaces and context.is_held(status))
-        return size, status.st_blocks * 512 if frees else 0
+        return _Need(size, status.st_blocks * 512 if frees else 0)
 
-    def _fit(self, base: Entry, needs: Mapping[str, tuple[int, int]], *, replaces: bool) -> bool:
-        """``replaces``: two versions of a file exist until the new one is complete."""
+    def _fit(self, base: Entry, needs: Sequence[_Need], *, replaces: bool) -> bool:
+        """Return whether files fit. ``replaces``: two versions of one exist until the new one is complete."""
         context, place = self._copier.context, base.path
         try:
             with suppress(FileNotFoundError, NotADirectoryError), base.filled() as (directory, place):
                 granules = context.granules_of(directory)
-                sizes = [(granules.held(size), freed) for size, freed in needs.values()]
+                sizes = [(granules.held(need.size), need.freed) for need in needs]
                 grown = sum(max(size - freed, 0) if replaces else size - freed for size, freed in sizes)
                 twice = sorted((min(need) for need in sizes), reverse=True) if replaces else []
                 if any(twice) and not context.has_space(directory, grown + sum(twice[: self._jobs])):
                     self._turn = threading.Lock()
                     del twice[1:]
-                largest = max(size for size, _ in sizes) if len(sizes) > 1 else None
+                largest = max(need.size for need in needs) if len(needs) > 1 else None
                 needed = grown + sum(twice[: self._jobs])
                 try:
                     context.check_space(directory, needed, self._cancel, largest=largest)
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
-                    why = f": {granules}" if needed > 2 * sum(size for size, _ in needs.values()) else ""
+                    why = f": {granules}" if needed > 2 * sum(need.size for need in needs) else ""
                     remedy = f" {_IN_PLACE}" if needed != grown and self._may_overwrite else ""
                     raise OSError(error.errno, f"{error.strerror}{why}{remedy}") from None
         except OSError as error:
@@ -396,7 +530,7 @@ class TreeCopy(CopyThreads):
                     outcomes = self._copier.copy_each(step.source, ends, progress=progress, cancel=self._cancel)
             self._report.finished(step.path, names, outcomes)
         except Exception as error:  # noqa: BLE001 - the other files are still copied
-            self._report.failed(step.path, None, OSError(errno.EIO, f"{type(error).__name__}: {error}"))
+            self._report.failed(step.path, None, as_os_error(error))
         finally:
             self._release(step)
 
@@ -436,5 +570,14 @@ class TreeCopy(CopyThreads):
         return True
 
 
-def _ignore(path: str, error: OSError) -> None:
-    """Leave a failure to the copies, which report it."""
+def _names_in(path: str, *, follow: bool) -> set[str] | None:
+    """Return what a directory has; nothing if it is not one, None if it cannot be read.
+
+    The kernel reads the attributes of its files at the same time, so asking for them is fast then.
+    """
+    try:
+        return set(os.listdir(path)) if stat.S_ISDIR(os.stat(path, follow_symlinks=follow).st_mode) else set()
+    except PermissionError:
+        return None
+    except OSError:
+        return set()

@@ -190,8 +190,8 @@ class ManifestWriter:
     """Writes a manifest. Any thread may call write()."""
 
     def __init__(self, directory: int, header: Header) -> None:
-        fd = os.open(MANIFEST, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
-        self._file: IO[bytes] = os.fdopen(fd, "r+b", buffering=1 << 20)
+        fd = os.open(MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
+        self._file: IO[bytes] = os.fdopen(fd, "wb", buffering=1 << 20)
         self._checksum = hashlib.sha256()
         self._lines = 0
         self._lock = threading.Lock()  # guards all of these
@@ -206,14 +206,6 @@ class ManifestWriter:
             self._file.write(data)
             self._checksum.update(data)
             self._lines += 1
-
-    def hard_links(self) -> Iterator[tuple[str, str]]:
-        """Yield what has been written of further names: the path, and that of the first name."""
-        self._file.flush()
-        with open(path_of(self._file.fileno()), "rb") as file:
-            for line in file:
-                if b'"hardlink"' in line and isinstance(record := _decoder.decode(line), HardLink):
-                    yield name_of_text(record.path), name_of_text(record.to)
 
     def finish(self) -> None:
         self.write(End(lines=self._lines, sha256=self._checksum.hexdigest()))

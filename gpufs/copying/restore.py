@@ -40,7 +40,7 @@ from gpufs.copying.manifest import (
     name_of_text,
 )
 from gpufs.copying.part_sums import MovedBytes, PartReader
-from gpufs.copying.types import CopyError, CopyResult, Outcome, Progress, TreeReport, copy_error
+from gpufs.copying.types import CopyError, CopyResult, Outcome, Progress, Report, copy_error
 from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.new_file import NewFile
 from gpufs.syscalls import close_all, closed_after, open_beneath, path_of
@@ -57,7 +57,7 @@ class SavedFiles:
 
     manifest: Manifest  # stays the caller's
     part: str  # a directory in the save; "" for all
-    report: TreeReport
+    report: Report
     cancel: Cancellation
 
     def __post_init__(self) -> None:

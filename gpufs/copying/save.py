@@ -21,8 +21,8 @@ from gpufs import safe_path, syscalls
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.attributes import read_xattrs
+from gpufs.copying.copier import FileCopier
 from gpufs.copying.entries import Entry, OpenFile, SourceAttributes, data_bytes, open_path
-from gpufs.copying.job import CopyContext
 from gpufs.copying.loop import TreeCopy
 from gpufs.copying.manifest import (
     KINDS,
@@ -43,17 +43,15 @@ from gpufs.copying.manifest import (
 )
 from gpufs.copying.new_directory import NewDirectory
 from gpufs.copying.part_sums import PART_BYTES, MovedBytes, PartReader, Sums
-from gpufs.copying.patterns import Selection
 from gpufs.copying.types import (
     CopyError,
     CopyOptions,
     CopyResult,
     Outcome,
     Progress,
-    TreeOptions,
-    TreeReport,
+    Report,
 )
-from gpufs.copying.walk import Folder, Step, Steps, walk_files
+from gpufs.copying.walk import Folder, Step, Steps, replay, walk_files
 from gpufs.exceptions import text_of
 from gpufs.syscalls import closed_after, path_of
 
@@ -81,26 +79,25 @@ class Saved(NamedTuple):
     limits: list[Limit]
 
 
-class Save:
-    """One save. It takes the place of a Copier in the loop of copies.
+class Save(FileCopier):
+    """One save. In the loop of copies it copies the files.
 
     OSError if it cannot have the name of ``destination``. ``options``: which files are left out.
     """
 
     def __init__(
-        self, saved: Saved, destination: str, options: TreeOptions, report: TreeReport, cancel: Cancellation
+        self, saved: Saved, destination: str, options: CopyOptions, report: Report, cancel: Cancellation
     ) -> None:
+        super().__init__(options, None)
         self._saved = saved
         self.path = safe_path.real(destination)
         self._check_place()
         self._new = NewDirectory(self.path, _check_is_save)
-        self.context = CopyContext(CopyOptions(), None)
-        self._options = options
         self._report = report
         self._cancel = cancel
         self._reader = PartReader()
         self._links: dict[tuple[int, int], tuple[str, int]] = {}  # first names, and how many are to come
-        self._has_hard_links = False
+        self._further: list[tuple[str, str]] = []  # names of files that have been saved, and their first names
         self.left_out = ""  # the first of others' files that the caller may not read, and how many there are
         self.left_out_count = 0
         self._manifest: ManifestWriter | None = None
@@ -135,34 +132,29 @@ class Save:
             os.close(self._tree)
             self._tree = -1
         self._new.close()
-        self.context.close()
+        super().close()
 
     # ---- what is saved ----
 
     def find(self, loop: TreeCopy) -> None:
-        if self._fits():
-            for directory, name in self._saved.directories:
-                loop.add(self._walk(directory, self._fail), [_SavedTree(self, name)])
-
-    def _walk(self, directory: Entry, fail: Callable[[str, OSError], None]) -> Steps:
-        return walk_files(directory, fail, recursive=True, dereference=False)
-
-    def _fits(self) -> bool:
-        """Return whether there is space, and report if not."""
-        needed = 0
-        for directory, _ in self._saved.directories:
-            steps = self._walk(directory, lambda path, error: None)
-            for step in Selection(self._options.include, self._options.exclude).of(steps):
-                if self._cancel.cancelled:
-                    return False
+        """Walk over all directories, and then save them if there is space."""
+        found, needed = [], 0
+        for directory, name in self._saved.directories:
+            steps = loop.listed(loop.selection.of(self._walk(directory, self._fail)))
+            found.append((steps, name))
+            for step in steps:
                 if step.kind == "file" and step.size and step.status is not None:
                     needed += data_bytes(step.status, step.size) // step.status.st_nlink
         try:
             self.context.check_space(self._new.fd, needed, self._cancel)
         except OSError as error:
             self._report.failed("", os.path.dirname(self.path), error)
-            return False
-        return True
+            return
+        for steps, name in found:
+            loop.add(replay(steps, self._fail), [_SavedTree(self, name)])
+
+    def _walk(self, directory: Entry, fail: Callable[[str, OSError], None]) -> Steps:
+        return walk_files(directory, fail, recursive=True, dereference=False)
 
     def _fail(self, path: str, error: OSError) -> None:
         """Report what cannot be found. What other users keep to themselves is left out."""
@@ -185,7 +177,8 @@ class Save:
             self._links[key] = (first or path, left - 1)
         else:
             self._links.pop(key, None)  # the last one
-        self._has_hard_links |= first is not None
+        if first is not None:
+            self._further.append((path, first))
         return first
 
     def open_tree(self) -> int:
@@ -219,7 +212,7 @@ class Save:
         assert isinstance(end, Entry)
         try:
             with entries.open_source(source) as opened:
-                return [self._copy(opened, end, progress)]
+                return [self._save(opened, end, progress)]
         except OSError as error:
             error = _explained(error)
             if isinstance(error, CopyError):
@@ -227,7 +220,7 @@ class Save:
             names = (end.path, None) if error.errno in (errno.ENOSPC, errno.EDQUOT) else (source.path, end.path)
             return [CopyError(error.errno or errno.EIO, text_of(error), *names)]
 
-    def _copy(self, source: OpenFile, end: Entry, progress: Progress) -> CopyResult:
+    def _save(self, source: OpenFile, end: Entry, progress: Progress) -> CopyResult:
         began, status = time.monotonic(), _fresh_status(source.fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EBUSY, "is not a regular file any more")
@@ -269,19 +262,14 @@ class Save:
     def seal(self) -> None:
         """Complete what it has, and write it to disk. It has not got its name yet."""
         assert self._manifest is not None
-        if self._has_hard_links:
-            self._link_names(self._manifest)
-        self._manifest.finish()
-        self._new.sync()
-
-    def _link_names(self, manifest: ManifestWriter) -> None:
-        """Give files their further names in the tree, too, where the file system can: these are for people alone."""
-        for path, first in manifest.hard_links():
+        for path, first in self._further:  # in the tree they are for people alone, where the file system can
             try:
                 os.link(first, path, src_dir_fd=self._tree, dst_dir_fd=self._tree, follow_symlinks=False)
             except OSError as error:
                 if error.errno not in _NO_HARD_LINKS:
                     raise
+        self._manifest.finish()
+        self._new.sync()
 
     def open(self) -> Manifest:
         """Open it for reading, after seal()."""

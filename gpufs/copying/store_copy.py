@@ -33,7 +33,6 @@ from gpufs.copying.types import (
     NotOnMountCopyError,
     Outcome,
     Progress,
-    check_options,
     copy_error,
 )
 from gpufs.copying.walk import Folder, Step, walk_store
@@ -259,32 +258,6 @@ class StoreCopies:
             self._context.notice(f"{source}: its ETag is not its checksum, so it was read again and compared")
         return verification.sha256
 
-    def copy_names(
-        self,
-        source: str,
-        destinations: Sequence[str],
-        copy: Callable[[StoreFile, Sequence[Entry]], list[Outcome]],
-        progress: Progress,
-        cancel: Cancellation,
-    ) -> list[Outcome]:
-        """Copy a URL to several names by ``copy``, or a file to one URL."""
-        try:
-            check_options(self._context.options, "a URL")
-            found, target = plan([source], destinations)
-            if target is not None:
-                return [self.upload(Entry.of(source), target, progress, cancel)]
-            (file,) = waiting.result(
-                waiting.start(partial(finding.find, found[0], recursive=False)), lambda: cancel.cancelled
-            )
-        except ValueError:
-            text = "names several files ([[], [?] and [*] stand for the characters [, ? and *)"
-            return [CopyError(errno.EINVAL, text, source)] * len(destinations)
-        except CopyError as error:
-            return [error]
-        except OSError as error:
-            return [copy_error(error, source, name if urls.is_url(name) else None) for name in destinations]
-        return copy(file, [Entry.of(name) for name in destinations])
-
     def upload(self, source: Entry, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
         """Copy a file of a mount to an object store. Raises CopyError."""
         try:
@@ -334,21 +307,6 @@ class StoreCopies:
             digest = self._verify(checksum, size, content, again, url.shown, source, progress)
         paths = {"remote": size} if size else {}
         return CopyResult(source, url.shown, size, time.monotonic() - began, "remote", paths, sha256=digest)
-
-
-# ---- one copy, of names that a program has given ----
-
-
-def file_in(destination: str, source: str) -> str:
-    """The file that a copy to a name creates, where one of the two is a URL."""
-    try:
-        name = urls.parse(source).name if urls.is_url(source) else os.path.basename(source)
-        if urls.is_url(destination):
-            url = urls.parse(destination)
-            return url.below(name).text if url.is_directory else destination
-    except OSError as error:
-        raise copy_error(error, str(error.filename)) from None
-    return os.path.join(destination, name) if os.path.isdir(destination) else destination
 
 
 def plan(sources: Sequence[str], ends: Sequence[str]) -> tuple[list[urls.Url], urls.Url | None]:
@@ -436,7 +394,7 @@ def delete_other_objects(url: urls.Url, names: Names, selection: Selection, stat
     except OSError as error:
         report.failed(url.shown, None, error)
         return
-    steps = selection.of(walk_store(url.shown, found, lambda path, error: None))
+    steps = selection.of(walk_store(url.shown, found))
     with closing(steps):
         for step in steps:
             if step.kind != "file" or names.get(step.below) == "file" or state.cancel.cancelled:

@@ -18,7 +18,7 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.copying.entries import NEITHER, Entry, SourceAttributes, is_inside, open_path, preserve, set_times
 from gpufs.copying.identity import Identity
 from gpufs.copying.job import CopyContext
-from gpufs.copying.types import TreeOptions, TreeReport
+from gpufs.copying.types import CopyOptions, Report
 from gpufs.copying.walk import Folder, Step
 from gpufs.exceptions import NotOnMount
 from gpufs.syscalls import closed_after, path_of
@@ -212,14 +212,14 @@ def pass_on(entry: Entry, copy: os.stat_result, source: SourceAttributes) -> Non
 class TreeState:
     """State that all copies of one command share."""
 
-    options: TreeOptions
     context: CopyContext
     cancel: Cancellation
-    report: TreeReport
-    # The sources of all that has been copied, by the names of the copies.
-    made: dict[str, str] = field(default_factory=dict)
-    unchanged: set[str] = field(default_factory=set)  # the names of copies for which nothing is to be done
+    report: Report
     links: list[str] = field(default_factory=list)  # the copies of links whose originals lead to files
+
+    @property
+    def options(self) -> CopyOptions:
+        return self.context.options
 
     def identity(self, step: Step) -> Identity:
         """Return what the copies of a file are compared by."""
@@ -247,15 +247,11 @@ class TreeState:
 
 
 class FileTree:
-    """The copy of one source on this machine, whose name is ``base``.
+    """The copy of one source on this machine, whose name is ``base``. ``follow``: that may be a link to a directory."""
 
-    ``created`` has the directories that are created for this source. ``follow``: ``base`` may be a link to a directory.
-    """
-
-    def __init__(self, base: Entry, state: TreeState, created: set[tuple[int, int]], *, follow: bool = False) -> None:
-        self._base = base
+    def __init__(self, base: Entry, state: TreeState, *, follow: bool = False) -> None:
+        self.base = base
         self._state = state
-        self._created = created
         self._follow = follow
         self._directories: dict[Folder, CopiedDirectory] = {}  # those that are open
 
@@ -267,8 +263,6 @@ class FileTree:
         try:
             if folder.parent is None:
                 self._check_named(step)
-            if folder.status is not None and _identity(folder.status) in self._created:
-                raise OSError(errno.EINVAL, _INTO_ITSELF, step.path)
             if self._state.options.dry_run:
                 return True
             with entry.as_directory()._replace(follow=False).located() as located:
@@ -281,8 +275,6 @@ class FileTree:
             source, end = (str(error.filename), None) if error.filename else (step.path, entry.path)
             self._state.report.failed(source, end, error)
             return False
-        if directory.created:
-            self._created.add(_identity(os.fstat(directory.fd)))
         self._directories[folder] = directory
         folder.ended.append(partial(self._end, folder))
         return True
@@ -290,23 +282,27 @@ class FileTree:
     def file(self, step: Step) -> Entry | None:
         """Return the name of the copy of a file, None if it is not copied."""
         entry = self._entry(step)
-        if entry is None or not self._is_new(step, entry):
+        if entry is None:
+            return None
+        try:
+            if step.parent is None:
+                self._check_named(step)
+        except OSError as error:
+            self._state.report.failed(step.path, entry.path, error)
             return None
         options, status = self._state.options, step.status
         regular = status is None or stat.S_ISREG(status.st_mode)
-        copy: os.stat_result | None = None
         if options.no_clobber and exists(entry, follow=entry.follow and regular):
             self._state.report.skipped()
             return None
         # With --checksum they are compared later, by several threads.
         if not options.update or options.checksum or not step.has_content or self._is_in_new(step):
             return entry
-        if entry.path not in self._state.unchanged:
-            copy = find_copy(entry, self._state.identity(step), self._state.context)
-            if copy is None:
-                return entry
+        copy = find_copy(entry, self._state.identity(step), self._state.context)
+        if copy is None:
+            return entry
         self._state.report.skipped()
-        if copy is not None and options.preserve and status is not None and not options.dry_run:
+        if options.preserve and status is not None and not options.dry_run:
             try:
                 pass_on(entry, copy, status)
             except OSError as error:
@@ -334,10 +330,10 @@ class FileTree:
     def _entry(self, step: Step) -> Entry | None:
         """Return the name of the copy, None if the directory for it could not be created."""
         if step.parent is None:
-            return self._base
+            return self.base
         if self._state.options.dry_run:  # the directory of the copy may not exist
             below = step.below if step.kind == "file" else step.folder.below if step.folder else ""
-            return Entry.of(os.path.join(self._base.path, below), follow=False)
+            return Entry.of(os.path.join(self.base.path, below), follow=False)
         directory = self._directories.get(step.parent)
         return None if directory is None else directory.child(step.name)
 
@@ -345,37 +341,19 @@ class FileTree:
         directory = self._directories.get(step.parent) if step.parent is not None else None
         return directory is not None and directory.created
 
-    def _is_new(self, step: Step, entry: Entry) -> bool:
-        """Return whether the copy is allowed, and the first of its name in this command."""
-        report, name = self._state.report, os.path.normpath(entry.path)
-        try:
-            if step.parent is None:
-                self._check_named(step)
-            before = self._state.made.get(name)
-            if before is None:
-                self._state.made[name] = step.path
-            elif os.path.normpath(before) == os.path.normpath(step.path):
-                report.warned(f"{step.path}: is given more than once")
-            else:
-                raise OSError(errno.EEXIST, "another source of this command has been copied there")
-        except OSError as error:
-            report.failed(step.path, entry.path, error)
-            return False
-        return before is None
-
     def _check_named(self, step: Step) -> None:
         """Raise OSError if what the user has named cannot be copied."""
         status = step.status
         if status is None:
             if step.kind == "file":
-                self._base.check_file()
+                self.base.check_file()
             return
         if step.kind == "file" and self._state.options.replace:
-            self._base.check_replaceable()
+            self.base.check_replaceable()
         checked_later = stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)  # by the copier
-        if not checked_later and not _on_a_mount(status.st_dev, self._base):
+        if not checked_later and not _on_a_mount(status.st_dev, self.base):
             raise NotOnMount(errno.EXDEV, NEITHER)
-        if step.kind == "enter" and is_inside(self._base.path, step.path):
+        if step.kind == "enter" and is_inside(self.base.path, step.path):
             raise OSError(errno.EINVAL, _INTO_ITSELF)
 
     def _end(self, folder: Folder) -> None:
@@ -388,10 +366,6 @@ class FileTree:
             self._state.report.failed(directory.entry.path, None, error)
         finally:
             directory.close()
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
 
 
 def _on_a_mount(device: int, destination: Entry) -> bool:

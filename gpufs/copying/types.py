@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from gpufs._naming import named_in
 from gpufs.exceptions import DaemonDied, DeviceFull, NotOnMount, QuotaExceeded, class_of, text_of
@@ -28,10 +28,13 @@ _MOST_MEMORY: Final = 4 << 30
 STREAM: Final = "-"
 
 
-class CopyOptions(NamedTuple):
-    """How files are copied; :func:`gpufs.copy` describes the options.
+@dataclass(frozen=True, kw_only=True)
+class CopyOptions:
+    """Which files are copied, and how; :func:`gpufs.copy` and docs/cp.md describe the options.
 
-    ``times``: the copies get the times of files of this machine. ``replace``: a new file takes an existing name.
+    ``exact``: --no-target-directory. ``delete``: first remove what the source does not have. ``update``: skip what is
+    the same, and give the other copies the times of their sources. ``replace``: a new file takes an existing name when
+    it is complete. ValueError for a value that is not allowed.
     """
 
     fastpath: Fastpath = "auto"
@@ -39,27 +42,9 @@ class CopyOptions(NamedTuple):
     verify: bool = False
     preserve: bool = False
     partial: bool = False
-    times: bool = False
-    replace: bool = False
-
-    def check(self) -> None:
-        """Raise ValueError for an option that is not allowed."""
-        if self.fastpath not in get_args(Fastpath):
-            raise ValueError(f"fastpath: {self.fastpath!r} is not one of {', '.join(get_args(Fastpath))}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreeOptions:
-    """Which files are copied, and where to; docs/cp.md describes the options. ``exact``: --no-target-directory.
-
-    ``delete``: first remove what the source does not have. ``replace``: new files take the place of existing ones.
-    """
-
     recursive: bool = False
     dereference: bool = False
-    preserve: bool = False
     no_clobber: bool = False
-    partial: bool = False
     exact: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -68,6 +53,10 @@ class TreeOptions:
     checksum: bool = False
     delete: bool = False
     replace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fastpath not in get_args(Fastpath):
+            raise ValueError(f"fastpath: {self.fastpath!r} is not one of {', '.join(get_args(Fastpath))}")
 
 
 _UNFIT: Final = {
@@ -78,6 +67,7 @@ _UNFIT: Final = {
     "HOST:PATH": {
         "partial": "a file comes whole or not at all",
         "fastpath require": "its bytes come from a network",
+        "dry-run": "the other machine decides",
     },
 }
 
@@ -88,10 +78,11 @@ def check_options(options: CopyOptions, where: Literal["a URL", "HOST:PATH"]) ->
         "preserve": options.preserve,
         "partial": options.partial,
         "fastpath require": options.fastpath == "require",
+        "dry-run": options.dry_run,
     }
     for name, reason in _UNFIT[where].items():
         if given[name]:
-            raise OSError(errno.EINVAL, f"{name} cannot be used with {where}: {reason}")
+            raise OSError(errno.EINVAL, f"--{name} cannot be used with {where}: {reason}")
 
 
 def check_memory() -> None:
@@ -180,6 +171,11 @@ _CLASSES: Final[dict[type[OSError], type[CopyError]]] = {
 def error_class(number: int) -> type[CopyError]:
     """The class of the error when a mount has failed a copy with this errno."""
     return _CLASSES.get(class_of(number), CopyError)
+
+
+def as_os_error(error: Exception) -> OSError:
+    """Return an exception that nobody expects as one for the user; an OSError stays what it is."""
+    return error if isinstance(error, OSError) else OSError(errno.EIO, f"{type(error).__name__}: {error}")
 
 
 def copy_error(error: OSError, source: str, destination: str | None = None) -> CopyError:
@@ -271,56 +267,15 @@ class Pace:
         return True
 
 
-class Totals:
-    """Counts the bytes of files that are copied at the same time. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._total = 0
-        self._done = 0  # bytes of the files that have ended
-        self._paths: Counter[str] = Counter()  # the same, by path
-        self._running: dict[str, CopyProgress] = {}  # by source
-
-    def add(self, size: int) -> None:
-        """``size`` more bytes are to be copied."""
-        with self._lock:
-            self._total += size
-
-    def report(self, source: str, progress: CopyProgress) -> None:
-        """Take the progress of one copy. While it is verified, it stays at what it has moved."""
-        if progress.phase == "copy":
-            with self._lock:
-                if len(self._running) < _MOST_RUNNING or source in self._running:
-                    self._running[source] = progress
-
-    def end(self, source: str, outcomes: Sequence[Outcome]) -> None:
-        """Take what became of the copies of a file."""
-        with self._lock:
-            self._running.pop(source, None)
-            for outcome in outcomes:
-                if isinstance(outcome, CopyError):
-                    self._done += outcome.bytes_done
-                else:
-                    self._done += outcome.bytes
-                    self._paths.update(outcome.paths)
-
-    def progress(self) -> CopyProgress:
-        with self._lock:
-            paths = self._paths.copy()
-            for running in self._running.values():
-                paths.update(running.paths)
-            moved = self._done + sum(running.moved for running in self._running.values())
-            return CopyProgress(moved, max(self._total, moved), dict(paths))
-
-
-class TreeReport(Protocol):
-    """Receives the reports of the loop of copies, from any thread."""
+class Report:
+    """Receives the reports of copies, from any thread. This one ignores them."""
 
     def planned(self, size: int) -> None:
         """``size`` more bytes are to be copied."""
 
     def reporter(self, source: str) -> Progress:
         """Return what takes the progress of one copy."""
+        return None
 
     def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         """Take what became of the copies of a file."""
@@ -329,13 +284,69 @@ class TreeReport(Protocol):
         """Take a failure other than that of a copy. ``destination``: None if it does not matter."""
 
     def skipped(self) -> None:
-        """Count a file that exists already, with --no-clobber."""
+        """Count a file that exists already."""
 
     def deleted(self, path: str) -> None:
         """Take what has been removed, since the source does not have it."""
 
-    def warned(self, text: str) -> None:
-        """Show a warning."""
+    def noticed(self, text: str) -> None:
+        """Take a line for the user."""
 
     def tick(self) -> None:
         """Called about ten times a second, by the thread that waits for the others."""
+
+    # ---- the same, of a copy between machines ----
+
+    def moved(self, source: str, count: int) -> None:
+        """``count`` bytes of a source have been copied."""
+
+    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
+        """Take what became of a source; None if it was skipped. ``hop``: the machine of a chain."""
+
+    def host_lost(self, hop: int, error: CopyError) -> None:
+        """The machine ``hop`` of a chain has failed, and those after it get nothing more."""
+
+
+class CountingReport(Report):
+    """Counts the bytes of files that are copied at the same time. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total = 0
+        self._ended = 0  # bytes of the files that have ended
+        self._ended_paths: Counter[str] = Counter()  # the same, by path
+        self._running: dict[str, CopyProgress] = {}  # by source
+
+    def planned(self, size: int) -> None:
+        with self._lock:
+            self._total += size
+
+    def moved(self, source: str, count: int) -> None:
+        self.progressed(source, CopyProgress(count, 0, {"pipe": count}))
+
+    def progressed(self, source: str, progress: CopyProgress) -> None:
+        """Take the progress of one copy. While it is verified, it stays at what it has moved."""
+        if progress.phase == "copy":
+            with self._lock:
+                if len(self._running) < _MOST_RUNNING or source in self._running:
+                    self._running[source] = progress
+
+    def count(self, source: str, outcomes: Sequence[Outcome]) -> None:
+        """Count what became of the copies of a file."""
+        with self._lock:
+            self._running.pop(source, None)
+            for outcome in outcomes:
+                if isinstance(outcome, CopyError):
+                    self._ended += outcome.bytes_done
+                else:
+                    self._ended += outcome.bytes
+                    self._ended_paths.update(outcome.paths)
+
+    def progress(self) -> CopyProgress:
+        """Return the sums."""
+        with self._lock:
+            paths = self._ended_paths.copy()
+            for running in self._running.values():
+                paths.update(running.paths)
+            moved = self._ended + sum(running.moved for running in self._running.values())
+            return CopyProgress(moved, max(self._total, moved), dict(paths))

@@ -10,11 +10,10 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from gpufs.copying.entries import Entry, is_link
-from gpufs.syscalls import close_all
 
 if TYPE_CHECKING:
     from gpufs.stores.files import StoreFile
@@ -32,18 +31,34 @@ class Folder:
     Thread-safe: use() and release().
     """
 
-    def __init__(self, path: str, name: str, fd: int, status: os.stat_result | None, parent: Folder | None) -> None:
+    def __init__(self, path: str, name: str, parent: Folder | None, entry: Entry | None = None) -> None:
+        """``entry``: of this machine, None if a store has it. OSError if it cannot be opened."""
         self.path = path  # for messages
+        self._entry = entry
+        self.fd = -1  # -1, and None: a store has it
+        self.status: os.stat_result | None = None
+        if entry is not None:
+            self.fd, self.status = _open_directory(entry)
         # Below the source; "" for the source itself.
         self.below: str = "" if parent is None else os.path.join(parent.below, name)
-        self.fd = fd  # -1: a store has it
-        self.status = status  # None: a store has it
         self.parent = parent
         self.wanted = True  # the walk goes on below it; its taker may say that it does not
         self.ended: list[Callable[[], None]] = []  # called once nothing more is copied from it
         self._users = 1  # the walk
         if parent is not None:
             parent.use()
+
+    def reopen(self) -> None:
+        """Open it again for another walk, when all uses have ended. OSError if that fails."""
+        if self._entry is not None and self.status is not None:
+            entry = self._entry if self.parent is None else self._entry._replace(directory=self.parent.fd)
+            self.fd, status = _open_directory(entry)
+            if not os.path.samestat(status, self.status):
+                os.close(self.fd)
+                raise OSError(errno.EBUSY, "another process has put a directory in its place")
+        self._users = 1
+        if self.parent is not None:
+            self.parent.use()
 
     def use(self) -> None:
         """Keep it open until release()."""
@@ -62,6 +77,7 @@ class Folder:
                 end()
             if folder.fd >= 0:
                 os.close(folder.fd)
+                folder.fd = -1
             folder = folder.parent
 
 
@@ -120,7 +136,7 @@ def walk_files(source: Entry, fail: Fail, *, recursive: bool, dereference: bool,
                     yield Step("file", entry, entry.name, entry.path, status, size, parent)
                 elif not recursive:
                     fail(entry.path, OSError(errno.EISDIR, f"is a directory ({hint})"))
-                elif (folder := _open(entry, parent, fail)) is not None:
+                elif (folder := _open(entry, status, parent, fail)) is not None:
                     above.append((folder, _below(folder, fail, dereference=dereference)))
                     yield Step("enter", entry, entry.name, entry.path, folder.status, 0, folder)
                     break
@@ -145,22 +161,23 @@ def _status(entry: Entry, fail: Fail) -> os.stat_result | None:
         return None
 
 
-def _open(entry: Entry, parent: Folder | None, fail: Fail) -> Folder | None:
-    fd = -1
+def _open_directory(entry: Entry) -> tuple[int, os.stat_result]:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
+    fd = os.open(entry.name, flags, dir_fd=entry.directory)
+    return fd, os.fstat(fd)
+
+
+def _open(entry: Entry, status: os.stat_result, parent: Folder | None, fail: Fail) -> Folder | None:
     try:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
-        fd = os.open(entry.name, flags, dir_fd=entry.directory)
-        status = os.fstat(fd)
         above = parent if entry.follow else None  # else nothing leads upwards
         while above is not None:
             if above.status is not None and os.path.samestat(above.status, status):
                 text = "is a link to a directory that it lies in: such a loop cannot be copied by -L"
                 raise OSError(errno.ELOOP, text)
             above = above.parent
-        return Folder(entry.path, entry.name, fd, status, parent)
+        return Folder(entry.path, entry.name, parent, entry)
     except OSError as error:
         fail(entry.path, error)
-        close_all([fd] if fd >= 0 else [])
         return None
 
 
@@ -172,8 +189,9 @@ def _below(folder: Folder, fail: Fail, *, dereference: bool) -> Iterator[tuple[E
     except OSError as error:
         fail(folder.path, error)
         return
+    above = os.path.join(folder.path, "")
     for name in names:
-        entry = Entry(os.path.join(folder.path, name), name, folder.fd, dereference)
+        entry = Entry(above + name, name, folder.fd, dereference, False)
         status = _status(entry, fail)
         if status is not None and stat.S_ISDIR(status.st_mode):
             directories.append((entry, status))
@@ -182,7 +200,37 @@ def _below(folder: Folder, fail: Fail, *, dereference: bool) -> Iterator[tuple[E
     yield from directories
 
 
-def walk_store(path: str | None, files: Sequence[StoreFile], fail: Fail) -> Steps:
+def replay(steps: Iterable[Step], fail: Fail) -> Steps:
+    """Yield the steps of a walk that has ended. Their directories are open again."""
+    above: list[Folder] = []
+    try:
+        for step in steps:
+            folder, parent = step.folder, step.parent
+            if parent is not None and not parent.wanted:
+                if folder is not None and step.kind == "enter":
+                    folder.wanted = False
+                continue
+            if step.kind == "enter" and folder is not None:
+                try:
+                    folder.reopen()
+                except OSError as error:
+                    fail(step.path, error)
+                    folder.wanted = False
+                    continue
+                above.append(folder)
+            elif step.kind == "leave":
+                if not above or above[-1] is not folder:
+                    continue  # it could not be opened
+                above.pop().release()
+            elif isinstance(step.source, Entry) and folder is not None:
+                step = step._replace(source=step.source._replace(directory=folder.fd))
+            yield step
+    finally:
+        for folder in reversed(above):
+            folder.release()
+
+
+def walk_store(path: str | None, files: Sequence[StoreFile]) -> Steps:
     """Yield the files below a directory of a store, in the order of their paths, and the directories that have them.
 
     ``path``: of the directory, for messages; None for files that the user has named.
@@ -203,7 +251,7 @@ def walk_store(path: str | None, files: Sequence[StoreFile], fail: Fail) -> Step
                 if above:
                     names.append(directories[len(names)])
                 parent = above[-1] if above else None
-                folder = Folder("/".join([path, *names]), names[-1] if names else "", -1, None, parent)
+                folder = Folder("/".join([path, *names]), names[-1] if names else "", parent)
                 folder.wanted = not above or above[-1].wanted
                 above.append(folder)
                 if folder.wanted:

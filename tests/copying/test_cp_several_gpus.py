@@ -1,4 +1,4 @@
-"""`gpufs cp -t DIR -t DIR ...` and copy_to_each(): one file onto several GPUs, read once."""
+"""`gpufs cp -t DIR -t DIR ...` and copy_files(): one file onto several GPUs, read once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.hanging import HangingMount
 from support.mounting import GpufsMount, Mounter
 from support.processes import run
 
-from gpufs.client import Cancellation, CopyProgress, CopyResult, copy_to_each
+from gpufs.client import Cancellation, CopyProgress, CopyResult, copy_files
 
 SIZE = 9 * MIB + 5
 
@@ -174,20 +174,18 @@ def test_one_directory_may_be_named_before_the_files(three: GpufsMount, model: P
 
 def test_from_python(three: GpufsMount, model: Path) -> None:
     seen: list[CopyProgress] = []
-    results = copy_to_each(model, devices(three), verify=True, progress=seen.append)
+    results = copy_files(model, devices(three), verify=True, progress=seen.append)
     assert [result.destination for result in results] == [str(device / "model") for device in devices(three)]
     assert all(isinstance(result, CopyResult) and result.bytes == SIZE for result in results)
     assert all(progress.moved <= progress.total for progress in seen)
     fill(devices(three)[1], 60 * MIB - SIZE)
     model.write_bytes(noise(20 * MIB, 3))
     with pytest.raises(ExceptionGroup) as raised:
-        copy_to_each(model, [device / "more" for device in devices(three)])
+        copy_files(model, [device / "more" for device in devices(three)])
     (error,) = raised.value.exceptions
     assert isinstance(error, OSError)
-    assert error.filename == str(devices(three)[1] / "more")
-    assert not (devices(three)[1] / "more").exists()
-    for device in (devices(three)[0], devices(three)[2]):
-        assert_same((device / "more").read_bytes(), noise(20 * MIB, 3))
+    assert error.filename == str(devices(three)[1])
+    assert not any((device / "more").exists() for device in devices(three))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a slow server")
@@ -204,12 +202,12 @@ def test_an_exception_of_the_progress_callback_ends_all_copies(mount: Mounter) -
         first = own.path / "gpu0/first"
         first.write_bytes(noise(MIB))
         with pytest.raises(ZeroDivisionError):
-            copy_to_each(slow.file, [own.path / "gpu0", own.path / "gpu1"], progress=report, cancel=cancel)
+            copy_files(slow.file, [own.path / "gpu0", own.path / "gpu1"], progress=report, cancel=cancel)
     assert not cancel.cancelled
     wait_for_no_copies(own)
     assert os.listdir(own.path / "gpu0") == ["first"]
     assert os.listdir(own.path / "gpu1") == []
-    assert len(copy_to_each(first, [own.path / "gpu1"], cancel=cancel)) == 1
+    assert len(copy_files(first, [own.path / "gpu1"], cancel=cancel)) == 1
 
 
 def test_the_commands_of_the_how_to_page(mount: Mounter, host: Path) -> None:

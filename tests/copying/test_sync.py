@@ -216,6 +216,18 @@ def test_a_link_becomes_a_file(root: Path, host: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="runs as another user")
+def test_a_link_to_a_directory_becomes_the_directory(root: Path, host: Path) -> None:
+    """Also if it leads to files that are the same."""
+    source, copy = host / "source", root / "copy"
+    (source / "d").mkdir(parents=True)
+    (source / "d/file").write_bytes(b"content")
+    assert sync(source / "d", root / "other") == (1, 0, [])
+    copy.mkdir()
+    (copy / "d").symlink_to("../other")
+    assert sync(source, copy) == (1, 0, [])
+    assert same(source, copy)
+
+
 def test_files_and_directories_without_write_permission(root: Path) -> None:
     with plain_user() as environment:
         command, environment = user_gpufs(environment)

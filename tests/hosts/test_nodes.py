@@ -524,17 +524,17 @@ def test_a_chain_from_python(nodes: Nodes, host: Path, tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     (host / "m").write_bytes(noise(SIZE))
     seen: list[package.CopyProgress] = []
-    results = package.copy_to_each(host / "m", [f"a:{first}", f"b:{second}/other"], verify=True, progress=seen.append)
+    results = package.copy_files(host / "m", [f"a:{first}", f"b:{second}/other"], verify=True, progress=seen.append)
     assert [result.destination for result in results] == [f"a:{first}/m", f"b:{second}/other"]
-    assert all(one.total == 2 * SIZE for one in seen)
+    assert all(one.total in (0, SIZE) for one in seen)
     assert package.copy(f"a:{first}/m", f"b:{second}/third").destination == f"b:{second}/third"
     with pytest.raises(ExceptionGroup) as failure:
-        package.copy_to_each(host / "m", [f"a:{first}/m2", "bad:x", "c:y"])
+        package.copy_files(host / "m", [f"a:{first}/m2", "bad:x", "c:y"])
     assert [str(error).startswith("bad: the connection ended") for error in failure.value.exceptions] == [True, True]
     assert (left(first), left(second)) == (["m", "m2"], ["other", "third"])
     with pytest.raises(ExceptionGroup) as failure:
-        package.copy_to_each(host / "none", [f"a:{first}", f"b:{second}"])
-    assert [error.errno for error in failure.value.exceptions if isinstance(error, OSError)] == [errno.ENOENT] * 2
+        package.copy_files(host / "none", [f"a:{first}", f"b:{second}"])
+    assert [error.errno for error in failure.value.exceptions if isinstance(error, OSError)] == [errno.ENOENT]
 
 
 # ---- NIXL ----

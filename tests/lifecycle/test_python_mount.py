@@ -216,6 +216,10 @@ def test_many_files_are_copied_from_python(mountpoint: Path, tmp_path: Path) -> 
             gpufs.copy_files([tmp_path / "none", sources[0]], device)
         (error,) = caught.value.exceptions
         assert isinstance(error, gpufs.CopyError)
-        for wrong, directory in (([sources[0], sources[0]], device), (sources, device / "none")):
-            with pytest.raises((ValueError, NotADirectoryError)):
-                gpufs.copy_files(wrong, directory)
+        with pytest.raises(gpufs.CopyError):
+            gpufs.copy_files(sources, device / "none")
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "0").write_bytes(b"other")
+        with pytest.raises(ExceptionGroup):
+            gpufs.copy_files([sources[0], tmp_path / "other" / "0"], device)
+        assert (device / "0").read_bytes() == b"blob"

@@ -96,7 +96,7 @@ def test_from_python(root: Path, other: Path, web: WebServer) -> None:
     result = package.copy(f"{web.url}/one", root, progress=seen.append)
     assert (result.destination, result.bytes, result.paths) == (f"{root}/one", PART + 9, {"remote": PART + 9})
     assert all(progress.total == PART + 9 and 0 <= progress.moved <= PART + 9 for progress in seen)
-    both = package.copy_to_each(f"{web.url}/one", [root / "first", other / "second"], progress=seen.append)
+    both = package.copy_files(f"{web.url}/one", [root / "first", other / "second"], progress=seen.append)
     assert [result.bytes for result in both] == [PART + 9, PART + 9]
     assert (seen[-1].moved, seen[-1].total) == (2 * (PART + 9), 2 * (PART + 9))
     package.copy_files([f"{web.url}/one", f"{web.url}/two"], other)
