@@ -7,27 +7,18 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from gpufs import mounting
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying.entries import Entry, is_inside
 from gpufs.copying.patterns import Selection
+from gpufs.copying.types import StepReport
 from gpufs.copying.walk import Fail, Folder, Step, Steps, walk_files
 from gpufs.new_file import part_name
 
 # The kinds of a source's files and directories, by their paths below it.
 Names: TypeAlias = Mapping[str, Literal["file", "directory"]]
-
-
-class DeletionReport(Protocol):
-    """Receives the report of each removal."""
-
-    def deleted(self, path: str) -> None:
-        """Take what has been removed."""
-
-    def failed(self, source: str, destination: str | None, error: OSError) -> None:
-        """Take what could not be removed, or looked at."""
 
 
 def names_of(steps: Steps) -> dict[str, Literal["file", "directory"]]:
@@ -54,7 +45,7 @@ def delete_others(
     names: Names,
     selection: Selection,
     cancel: Cancellation,
-    report: DeletionReport,
+    report: StepReport,
     *,
     dry_run: bool = False,
     below: str = "",

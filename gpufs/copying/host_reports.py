@@ -1,16 +1,14 @@
-"""Passes the reports of a copy between machines on: to the user, to a program, or to another machine."""
+"""What the command, or a program, sees of a copy between machines, which report by messages."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Pace, Progress, error_class
-from gpufs.exceptions import text_of
-from gpufs.hosts.channel import HostChannel
-from gpufs.hosts.messages import Deleted, FileResult, Lost, Moved, Notice, Plan, plain, shown
+from gpufs.hosts import messages
 
 
 class Sink(Protocol):
@@ -35,106 +33,58 @@ class Sink(Protocol):
         """The machine ``hop`` of a chain has failed, and those after it get nothing more."""
 
 
-class Silent:
-    """Reports nothing: the other side has the results."""
-
-    def planned(self, *_: object, **__: object) -> None:
-        pass
-
-    moved = noticed = deleted = file_ended = host_lost = planned
-
-
-class Noted:
-    """Passes on what a sender here reports, with the host in lines for the user."""
-
-    def __init__(self, sink: Sink, host: str) -> None:
-        self._sink = sink
-        self._host = host
-        self.planned, self.moved = sink.planned, sink.moved
-        self.file_ended, self.host_lost = sink.file_ended, sink.host_lost
-
-    def noticed(self, text: str) -> None:
-        self._sink.noticed(f"{self._host}: {text}")
-
-    def deleted(self, path: str) -> None:
-        self._sink.deleted(f"{self._host}:{path}")
-
-
 class Shown:
-    """Passes on what a receiver here, or a machine that uploads for this one, reports: with sources named HOST:PATH."""
+    """Passes reports on with the names of their machines. What is there is HOST:PATH.
 
-    def __init__(self, sink: Sink, host: str) -> None:
+    ``peer``: the machine that this one is connected to. ``source``: the machine that has the sources, "" for this one.
+    ``ends``: those of the copies.
+    """
+
+    def __init__(self, sink: Sink, peer: str, source: str, ends: Sequence[str]) -> None:
         self._sink = sink
-        self._host = host
-        self.planned, self.host_lost, self.deleted = sink.planned, sink.host_lost, sink.deleted
+        self._peer = peer
+        self._source = source
+        self._ends = ends
+        self._failed_hops: set[int] = set()
 
-    def moved(self, source: str, count: int) -> None:
-        self._sink.moved(f"{self._host}:{source}", count)
+    def take(self, report: messages.Plan | messages.Report) -> None:
+        sink = self._sink
+        match report:
+            case messages.Plan():
+                sink.planned(report.size)
+            case messages.Moved():
+                sink.moved(_named(self._source, report.source), report.size)
+            case messages.Notice():
+                sink.noticed(f"{self._peer}: {report.text}")
+            case messages.Deleted():
+                sink.deleted(_named(self._ends[report.hop], report.path))
+            case messages.Lost():
+                sink.host_lost(report.hop, CopyError(report.error, report.text, os.fsdecode(report.path)))
+            case messages.Failed():
+                if report.path:  # else a source could not be read
+                    self._failed_hops.add(report.hop)
+                self._end_file(report, None)
+            # A file is cancelled if its directory could not be created, which has been reported.
+            case messages.FileResult() if report.error != errno.ECANCELED or report.hop not in self._failed_hops:
+                source, end = _named(self._source, report.source), _named(self._ends[report.hop], report.path)
+                digest = report.checksum or None
+                result = CopyResult(source, end, report.size, report.seconds, "node", report.paths, sha256=digest)
+                self._end_file(report, None if report.skipped else result)
 
-    def noticed(self, text: str) -> None:
-        self._sink.noticed(f"{self._host}: {text}")
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        shown = f"{self._host}:{source}"
-        if isinstance(outcome, CopyResult):
-            outcome = outcome._replace(source=shown)
-        elif outcome is not None:
-            outcome.filename = shown if source else outcome.filename2
-            outcome.filename2 = outcome.filename2 if source else None
-        self._sink.file_ended(shown, outcome, hop)
-
-
-class Reports:
-    """Reports to the machine that has asked this one to upload."""
-
-    def __init__(self, channel: HostChannel) -> None:
-        self._channel = channel
-        self._pace = Pace()
-
-    def planned(self, size: int) -> None:
-        self._channel.send(Plan(size, size))
-
-    def moved(self, source: str, count: int) -> None:
-        if self._pace.is_due():
-            self._channel.send(Moved(shown(source), count))
-
-    def noticed(self, text: str) -> None:
-        self._channel.send(Notice(plain(text)))
-
-    def deleted(self, path: str) -> None:
-        self._channel.send(Deleted(shown(path)))
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        message = FileResult(0, b"", skipped=outcome is None, hop=hop, source=shown(source))
-        if isinstance(outcome, CopyError):
-            destination = outcome.filename2 if source else outcome.filename
-            message.path = shown(str(destination or ""))
-            message.error, message.text = outcome.errno or errno.EIO, plain(text_of(outcome))
-        elif outcome is not None:
-            message.path = shown(outcome.destination)
-            message.size, message.seconds, message.paths = outcome.bytes, outcome.seconds, outcome.paths
-            message.checksum = outcome.sha256 or ""
-        self._channel.send(message)
-
-    def host_lost(self, hop: int, error: CopyError) -> None:
-        number, text = error.errno or errno.EIO, plain(text_of(error))
-        self._channel.send(Lost(hop, number, text, shown(str(error.filename))))
+    def _end_file(self, report: messages.FileResult | messages.Failed, outcome: Outcome | None) -> None:
+        source = _named(self._source, report.source) if report.source else ""
+        if report.error:
+            text = report.text
+            if self._source and report.error == errno.ENOENT and any(character in source for character in "*?["):
+                text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
+            names = [source] if source else []
+            names += [_named(self._ends[report.hop], report.path)] if report.path else []
+            outcome = error_class(report.error)(report.error, text, *(names or [self._peer]))
+        self._sink.file_ended(source, outcome, report.hop)
 
 
-def outcome_of(result: FileResult, source: str, destination: str | None, seconds: float) -> Outcome | None:
-    """Return what became of a file on another machine; None if it was skipped."""
-    if result.error:
-        return error_class(result.error)(result.error, result.text, source, destination)
-    if result.skipped:
-        return None
-    digest = result.checksum or None
-    return CopyResult(source, destination or "", result.size, seconds, "node", result.paths, sha256=digest)
-
-
-def show(message: FileResult, sink: Sink) -> None:
-    """Report what another machine has sent by Reports."""
-    source, destination = os.fsdecode(message.source), os.fsdecode(message.path)
-    sink.file_ended(source, outcome_of(message, source, destination or None, message.seconds), message.hop)
+def _named(host: str, path: bytes) -> str:
+    return f"{host}:{os.fsdecode(path)}" if host else os.fsdecode(path)
 
 
 class Outcomes:

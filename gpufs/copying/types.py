@@ -313,17 +313,8 @@ class Totals:
             return CopyProgress(moved, max(self._total, moved), dict(paths))
 
 
-class TreeReport(Protocol):
-    """Receives the reports of the loop of copies, from any thread."""
-
-    def planned(self, size: int) -> None:
-        """``size`` more bytes are to be copied."""
-
-    def reporter(self, source: str) -> Progress:
-        """Return what takes the progress of one copy."""
-
-    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
-        """Take what became of the copies of a file."""
+class StepReport(Protocol):
+    """Receives the reports of what is created and removed beside the contents of files, from any thread."""
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
         """Take a failure other than that of a copy. ``destination``: None if it does not matter."""
@@ -336,6 +327,19 @@ class TreeReport(Protocol):
 
     def warned(self, text: str) -> None:
         """Show a warning."""
+
+
+class TreeReport(StepReport, Protocol):
+    """Receives the reports of the loop of copies, from any thread."""
+
+    def planned(self, size: int) -> None:
+        """``size`` more bytes are to be copied."""
+
+    def reporter(self, source: str) -> Progress:
+        """Return what takes the progress of one copy."""
+
+    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+        """Take what became of the copies of a file."""
 
     def tick(self) -> None:
         """Called about ten times a second, by the thread that waits for the others."""

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from gpufs.hosts.messages import Alive, Message, Refused
+from gpufs.hosts.messages import Alive, Message, Refused, Report
 from gpufs.syscalls import start_thread
 
 BLOCK_BYTES: Final = 4 << 20  # of a file, in one frame
@@ -106,7 +106,7 @@ class HostChannel:
         self._stopped = True
         os.eventfd_write(self._stop, 1)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message | Report) -> None:
         self._send(True, _ENCODER.encode(message))
 
     def send_data(self, data: memoryview) -> None:

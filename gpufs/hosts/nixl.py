@@ -27,6 +27,7 @@ from gpufs.syscalls import start_thread
 SLOTS: Final = 4
 # Copies of fewer bytes are over before NIXL is ready, which takes one to three seconds.
 LEAST_BYTES: Final = 1 << 30
+MISSING: Final = "NIXL is not installed on both machines (pip install nixl)"
 _MOST_SECONDS: Final = 10.0  # for one block
 _POLL_SECONDS: Final = 50e-6
 _PROGRESS_SECONDS: Final = 0.0005

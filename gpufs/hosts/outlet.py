@@ -6,12 +6,15 @@ import errno
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar, get_args
 
-from gpufs.hosts import nixl
-from gpufs.hosts.channel import BLOCK_BYTES, ConnectionEnded, HostChannel, HostProtocolError
+import msgspec
+
+from gpufs.hosts import messages, nixl
+from gpufs.hosts.channel import BLOCK_BYTES, ConnectionEnded, HostChannel, HostProtocolError, exchange
 from gpufs.hosts.messages import Chosen, Free, InPlace, Measure, Measured, Slot, Window, Written, plain
 from gpufs.hosts.nixl import Nixl, Region
 from gpufs.units import rate_text
@@ -28,12 +31,10 @@ T = TypeVar("T", Measured, Free, Window)
 
 @dataclass(eq=False)
 class Outlet:
-    """Sends the bytes of files. One thread sends; the thread that receives calls take() and end()."""
+    """Sends the bytes of files. One thread uses it, in what run() calls."""
 
     channel: HostChannel  # to the receiver
     notice: Callable[[str], None]  # called with a line that says why NIXL does not move the bytes
-    _: KW_ONLY
-    peer_has_nixl: bool
 
     def __post_init__(self) -> None:
         self._block = memoryview(bytearray(BLOCK_BYTES))
@@ -44,24 +45,41 @@ class Outlet:
         self._in_place = False  # whether the receiver opens windows, and write() has not been slower
         self._timed: tuple[float, int] | None = None  # when the current file was at which offset
 
-    def take(self, message: _Answer) -> None:
-        """Take what the receiver has answered."""
+    def run(self, write: Callable[[], None], take: Callable[[messages.Report], None]) -> None:
+        """Send by ``write``, and receive until the receiver has finished, as exchange(). ``take`` gets its reports."""
+        try:
+            exchange(self.channel, partial(self._receive, take), write)
+        finally:
+            if self._nixl is not None:
+                self._nixl.close()
+
+    def _receive(self, take: Callable[[messages.Report], None]) -> None:
+        try:
+            while not isinstance(message := self.channel.receive(), messages.Finished):
+                if isinstance(message, messages.Report):
+                    take(message)
+                elif isinstance(message, _Answer):
+                    self._take(message)
+                else:
+                    raise HostProtocolError("no result")
+        finally:
+            for queue in self._answers.values():
+                queue.put(None)
+
+    def _take(self, message: _Answer) -> None:
         queue = self._answers[type(message)]
         if queue.qsize() >= nixl.SLOTS or (isinstance(message, Free) and message.number >= nixl.SLOTS):
             raise HostProtocolError("an answer that was not asked for")
         queue.put(message)
 
-    def end(self) -> None:
-        """Nothing more is received."""
-        for queue in self._answers.values():
-            queue.put(None)
-
-    def choose(self, size: int) -> None:
-        """Find out, if ``size`` bytes are worth it, whether NIXL is faster, and let the receiver know."""
-        if size < nixl.LEAST_BYTES:
-            return
-        if not (nixl.is_installed() and self.peer_has_nixl):
-            self._choose_pipe("NIXL is not installed on both machines (pip install nixl)")
+    def send_plan(self, plan: messages.Plan) -> None:
+        """Send the plan. Find out, if that is worth it, whether NIXL is faster, and let the receiver know."""
+        is_large = plan.size >= nixl.LEAST_BYTES
+        has_nixl = is_large and nixl.is_installed()
+        self.channel.send(msgspec.structs.replace(plan, nixl=has_nixl))
+        if not has_nixl:
+            if is_large:
+                self._choose_pipe(nixl.MISSING)
             return
         try:
             slots = Nixl()
@@ -82,7 +100,7 @@ class Outlet:
             return
         self._nixl, self._in_place = slots, answer.in_place
         for number in range(nixl.SLOTS):
-            self.take(Free(number))
+            self._take(Free(number))
         self.channel.send(Chosen(True))
 
     def begin(self) -> None:
@@ -160,11 +178,7 @@ class Outlet:
             while len(slots) < nixl.SLOTS:
                 slots.append(self._wait(Free, self._nixl).number)
             for number in slots:
-                self.take(Free(number))
-
-    def close(self) -> None:
-        if self._nixl is not None:
-            self._nixl.close()
+                self._take(Free(number))
 
     def _choose_pipe(self, reason: str) -> None:
         text = f"the bytes go through the pipe of the shell: {plain(reason)}"

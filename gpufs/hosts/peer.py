@@ -13,24 +13,16 @@ from contextlib import contextmanager
 from typing import Final
 
 from gpufs._version import __version__
-from gpufs.hosts import nixl
-from gpufs.hosts.channel import (
-    CancelSignal,
-    ChannelError,
-    ConnectionEnded,
-    HostChannel,
-    HostProtocolError,
-    RefusedError,
-)
-from gpufs.hosts.messages import VERSION, HostHello
+from gpufs.hosts.channel import CancelSignal, ChannelError, ConnectionEnded, HostChannel, RefusedError
+from gpufs.hosts.messages import VERSION
 from gpufs.hosts.names import HostName, ssh_argument
 from gpufs.syscalls import start_thread
 
 SHELL: Final = "ssh"
 PROGRAM: Final = "gpufs"
 COMMAND: Final = "serve-copy"
-# The first line of the other side: what comes before it is not gpufs.
-GREETING: Final = b"gpufs copy"
+# The first line of the other side, with the versions of the protocol and of gpufs: what comes before it is not gpufs.
+_GREETING: Final = "gpufs copy "
 _GREETING_BYTES: Final = 256
 _SILENCE_SECONDS: Final = 10.0
 _PASSWORD_SECONDS: Final = 600.0  # for the question of ssh, which comes first
@@ -38,8 +30,8 @@ _END_SECONDS: Final = 1.0
 _NOT_FOUND: Final = 127  # the exit code of shells
 
 
-def our_hello() -> HostHello:
-    return HostHello(VERSION, __version__, nixl.is_installed())
+def greeting() -> bytes:
+    return f"{_GREETING}{VERSION} {__version__}".encode()
 
 
 def encoded(text: str) -> str:
@@ -63,7 +55,6 @@ class Peer:
         self, host: str, shell: str, program: str, cancel: CancelSignal | None = None, *, passes_on: bool = False
     ) -> None:
         self.host = host
-        self.has_nixl = False
         try:
             words = shlex.split(shell)
         except ValueError as error:
@@ -95,17 +86,15 @@ class Peer:
         self.channel = HostChannel(*fds, silence=_SILENCE_SECONDS, cancel=cancel)
 
     def greet(self) -> None:
-        """Wait for the other side, and agree on a version. OSError if that fails."""
-        line = self.channel.read_line(_GREETING_BYTES, _PASSWORD_SECONDS)
-        if line != GREETING:
-            text = f"{line.decode(errors='backslashreplace')!r} came instead of gpufs: is it printed by a shell's file?"
+        """Wait for the other side, which must speak our version of the protocol. OSError if that fails."""
+        line = self.channel.read_line(_GREETING_BYTES, _PASSWORD_SECONDS).decode(errors="backslashreplace")
+        if not line.startswith(_GREETING):
+            text = f"{line!r} came instead of gpufs: is it printed by a shell's file?"
             raise OSError(errno.EPROTO, text, self.host)
-        self.channel.send(our_hello())
-        hello = self.channel.receive()
-        if not isinstance(hello, HostHello):
-            raise HostProtocolError("no hello")
-        hello.check(self.host)
-        self.has_nixl = hello.nixl
+        version, _, program = line.removeprefix(_GREETING).partition(" ")
+        if version != str(VERSION):
+            text = f"gpufs {program} there speaks version {version} of the protocol, and this one {VERSION}"
+            raise OSError(errno.EPROTONOSUPPORT, f"{text}: install the same gpufs on both", self.host)
         self.channel.start_alive()
 
     def explain(self, error: ChannelError) -> OSError:
