@@ -1,4 +1,4 @@
-"""Loading one file of a store: its parts in flight at once, each requested once and written to all destinations."""
+"""Loading one file of a store: its parts in flight at once, each requested once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import Final
@@ -36,7 +36,6 @@ class Parts:
 
     def __init__(self, fd: int, file: StoreFile) -> None:
         self.fd = fd
-        self.error: OSError | None = None  # of writing to it, which ends it
         # Others may read the file: no query, which may be signed, and no password.
         self._source = {"url": file.url.shown, "size": file.size, "version": file.version, "part": PART_BYTES}
         self._count = -(-file.size // PART_BYTES)
@@ -87,15 +86,14 @@ class Parts:
 
 
 class Download:
-    """Loads one file into one or several others of its size.
+    """Loads one file into another one of its size.
 
-    One that cannot be written gets its ``error``, and the others go on. ``pool`` runs the parts of all files that are
-    loaded at once, which bounds their memory.
+    ``pool`` runs the parts of all files that are loaded at once, which bounds their memory.
     """
 
-    def __init__(self, file: StoreFile, destinations: Sequence[Parts], pool: Workers) -> None:
+    def __init__(self, file: StoreFile, parts: Parts, pool: Workers) -> None:
         self._file = file
-        self._destinations = destinations
+        self._parts = parts
         self._pool = pool
         self._stopped = threading.Event()
         self._lock = threading.Lock()  # guards moved
@@ -111,15 +109,14 @@ class Download:
 
         ``report`` is called about ten times a second with the bytes that have arrived. OSError ECANCELED once
         ``cancelled``; StoreError if the store fails. ``check_space`` is called with the bytes that the file has more
-        than was known, and sets the errors of destinations.
+        than was known, and raises OSError if they do not fit.
         """
         if self._file.is_plain:
             self._run(lambda _: self._load_whole(check_space), [0], report, cancelled)
             return
         parts = range(-(-self._file.size // PART_BYTES))
-        needed = [part for part in parts if any(end.needs(part) for end in self._destinations)]
         try:
-            self._run(self._load, needed, report, cancelled)
+            self._run(self._load, [part for part in parts if self._parts.needs(part)], report, cancelled)
         except StoreError as error:
             # The server sends whole files only; or it names the parts differently, as several servers behind one
             # address do, and all parts must be of one file.
@@ -157,8 +154,10 @@ class Download:
         while offset < end:
             before = offset
             try:
-                for chunk in self._chunks(offset, end):
-                    self._write(part, chunk, offset)
+                for chunk in self._file.read(offset, end):
+                    self._write(chunk, offset)
+                    with self._lock:
+                        self.moved += len(chunk)
                     offset += len(chunk)
                 if offset < end:
                     text = f"the store sent too few bytes: a range ended at {offset} instead of {end}"
@@ -170,22 +169,13 @@ class Download:
                 if tries == errors.TRIES:
                     raise
                 errors.wait(tries, self._stopped)
-        for destination in self._destinations:
-            try:
-                if destination.error is None and destination.needs(part):
-                    destination.finish(part)
-            except OSError as error:
-                destination.error = error
+        self._parts.finish(part)
 
     def _load_whole(self, check_space: Callable[[int], None]) -> None:
         """Load the file by one request. After a failure it begins again: the next answer may be another file."""
         assert self._file.whole is not None
         self.is_whole = True
-        for destination in self._destinations:
-            try:
-                destination.restart()
-            except OSError as error:
-                destination.error = error
+        self._parts.restart()
         for number in range(1, errors.TRIES + 1):
             try:
                 done = self._receive_whole(self._file.whole(), check_space)
@@ -195,12 +185,7 @@ class Download:
                     raise
                 errors.wait(number, self._stopped)
         self.size = done
-        for destination in self._destinations:
-            try:
-                if destination.error is None:
-                    os.ftruncate(destination.fd, done)
-            except OSError as error:
-                destination.error = error
+        os.ftruncate(self._parts.fd, done)
 
     def _receive_whole(self, answer: WholeFile, check_space: Callable[[int], None]) -> int:
         self.moved = 0
@@ -209,38 +194,16 @@ class Download:
                 check_space(answer.size - self.size)
                 self.size = answer.size
             for chunk in answer:
-                self._check_stopped()
-                self._write(None, memoryview(chunk), self.moved)
+                self._write(chunk, self.moved)
                 self.moved += len(chunk)
         finally:
             answer.close()
         return self.moved
 
-    def _chunks(self, offset: int, end: int) -> Iterator[memoryview]:
-        """Yield what a request returns, until the download has stopped."""
-        for chunk in self._file.read(offset, end):
-            self._check_stopped()
-            with self._lock:
-                self.moved += len(chunk)
-            yield memoryview(chunk)
-
-    def _check_stopped(self) -> None:
+    def _write(self, chunk: bytes, offset: int) -> None:
         if self._stopped.is_set():
             raise os_error(errno.ECANCELED)
-
-    def _write(self, part: int | None, chunk: memoryview, offset: int) -> None:
-        """Write a chunk to all destinations that lack its part."""
-        left = False
-        for destination in self._destinations:
-            if destination.error is not None or (part is not None and not destination.needs(part)):
-                continue
-            try:
-                write_at(destination.fd, chunk, offset)
-                left = True
-            except OSError as error:
-                destination.error = error
-        if not left:
-            raise OSError(errno.ECANCELED, "all destinations have failed")
+        write_at(self._parts.fd, memoryview(chunk), offset)
 
 
 def sha256_of_stored(file: StoreFile, cancelled: Callable[[], bool]) -> str:
