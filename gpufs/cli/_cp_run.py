@@ -13,10 +13,10 @@ from functools import partial
 from gpufs.cli._copy_report import CopyReport
 from gpufs.cli._files import raise_descriptor_limit
 from gpufs.cli._output import Failure, complain
-from gpufs.client import Copier, CopyError, CopyProgress, CopyResult
+from gpufs.client import Copier, CopyError
 from gpufs.copying.entries import Entry, find_targets, kind_of
 from gpufs.copying.loop import TreeCopy
-from gpufs.copying.types import STREAM, CopyOptions, Fastpath, Outcome, TreeOptions, check_options
+from gpufs.copying.types import STREAM, CopyOptions, Fastpath, TreeOptions, check_options
 from gpufs.exceptions import text_of
 
 
@@ -245,26 +245,3 @@ class Run(CopyReport):
                 self._loop.run(find, self._options.jobs if many else 1)
             except OSError as error:
                 raise Failure(f"{error.strerror}") from None
-
-    # ---- the same, of a copy between machines ----
-
-    def moved(self, source: str, count: int) -> None:
-        """``count`` bytes of a source have been copied."""
-        self._current = source
-        self._totals.report(source, CopyProgress(count, 0, {}))
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        """Take what became of a file on a machine. None if it was skipped."""
-        if hop == 0:  # the others are not counted
-            self._totals.end(source, [outcome] if isinstance(outcome, CopyResult) else [])
-        if outcome is None:
-            self.skipped()
-        elif isinstance(outcome, CopyResult):
-            self._copied(outcome)
-        else:
-            self._failed(str(outcome.filename), outcome.filename2, outcome)
-
-    def host_lost(self, hop: int, error: CopyError) -> None:
-        """Take the failure of a machine of a chain."""
-        if not self.cancel.cancelled:
-            self._failed(str(error.filename), None, error)

@@ -9,13 +9,14 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Final, TypeAlias
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_receive import Receiver
-from gpufs.copying.host_reports import Outcomes, Shown, Sink
+from gpufs.copying.host_reports import HostNames, Outcomes, Shown
 from gpufs.copying.host_send import Sender
 from gpufs.copying.job import CopyContext
 from gpufs.copying.types import (
@@ -26,6 +27,7 @@ from gpufs.copying.types import (
     Pace,
     Progress,
     TreeOptions,
+    TreeReport,
     check_options,
     copy_error,
 )
@@ -98,15 +100,15 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
     ``shell`` and ``program`` reach the machines that files are passed on to. The command line of this process names
     them, not the peer: a key that is restricted to this command allows no other one.
     """
-    channel = HostChannel(incoming, outgoing, silence=_SILENCE_SECONDS)
+    channel, cancel = HostChannel(incoming, outgoing, silence=_SILENCE_SECONDS), Cancellation()
     try:
         channel.write_line(greeting())
-        channel.start_alive()
+        channel.start_alive(cancel.cancel)
         request = channel.receive()
         if not isinstance(request, HostRequest):
             raise HostProtocolError("no request")
         with closing(CopyContext(CopyOptions(), None)) as context:
-            _answer(context, channel, request, shell, program)
+            _answer(context, channel, request, shell, program, cancel)
         return True
     except ChannelError:
         return False  # the other side is gone, or wrong
@@ -120,7 +122,9 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
         channel.close()
 
 
-def _answer(context: CopyContext, channel: HostChannel, request: HostRequest, shell: str, program: str) -> None:
+def _answer(
+    context: CopyContext, channel: HostChannel, request: HostRequest, shell: str, program: str, cancel: Cancellation
+) -> None:
     def ignore(report: object) -> None:  # the other side shows it
         pass
 
@@ -130,7 +134,6 @@ def _answer(context: CopyContext, channel: HostChannel, request: HostRequest, sh
     elif request.sends:
         _send(context, channel, [_expanded(path) for path in paths], request, ignore)
     else:
-        cancel = Cancellation()
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
             next_host = None
             if request.forward:
@@ -240,16 +243,17 @@ class Route:
     @contextmanager
     def connected(
         self, cancel: Cancellation, notice: Callable[[str], None] | None
-    ) -> Iterator[Callable[[CopyContext, HostRequest, Sink], None]]:
+    ) -> Iterator[Callable[[CopyContext, HostRequest, TreeReport | Outcomes], None]]:
         """Connect, which may ask for a password, and return what copies, with the options of the request."""
         hosts = [target.host for target in self._to]
         if self._from:
             hosts.insert(0, self._from[0].host)
         with connected(hosts, shell=self._shell, program=self._program, cancel=cancel, notice=notice) as peer:
 
-            def copy(context: CopyContext, request: HostRequest, sink: Sink) -> None:
+            def copy(context: CopyContext, request: HostRequest, shown: TreeReport | Outcomes) -> None:
                 source = self._from[0].host if self._from else ""
-                report = Shown(sink, peer.host, source, [target.host for target in self._to] or [""]).take
+                named = HostNames(peer.host, source, [target.host for target in self._to] or [""])
+                report = partial(shown.take, named) if isinstance(shown, Outcomes) else Shown(shown, named, cancel).take
                 if not self._from:
                     _upload(context, peer.channel, self._sources, self._to, request, report)
                     return
@@ -298,7 +302,7 @@ def copy_names(
         with Route([source], destinations).connected(cancel, context.notice) as copy:
             copy(context, request, sink)
     except OSError as error:
-        sink.host_lost(0, copy_error(error, str(error.filename or source)))
+        sink.lose(0, copy_error(error, str(error.filename or source)))
     # An error of the source is reported once.
     errors = [outcome for outcome in sink.outcomes if isinstance(outcome, CopyError)]
     other = errors[0] if errors else CopyError(errno.EIO, "nothing was copied", source)

@@ -5,86 +5,95 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
-from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Pace, Progress, error_class
+from gpufs.client._cancellation import Cancellation
+from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Pace, Progress, TreeReport, error_class
 from gpufs.hosts import messages
 
 
-class Sink(Protocol):
-    """Receives the reports of a copy, from any thread."""
+class HostNames(NamedTuple):
+    """The machines of a copy, "" for this one. What is on another one is shown as HOST:PATH.
 
-    def planned(self, size: int) -> None:
-        """``size`` bytes are to be copied."""
-
-    def moved(self, source: str, count: int) -> None:
-        """``count`` bytes of a source have been copied."""
-
-    def noticed(self, text: str) -> None:
-        """A line for the user."""
-
-    def deleted(self, path: str) -> None:
-        """Report names that have been removed, since the source does not have them."""
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        """Report the result of a source; None if it was skipped. ``hop``: the machine of a chain."""
-
-    def host_lost(self, hop: int, error: CopyError) -> None:
-        """The machine ``hop`` of a chain has failed, and those after it get nothing more."""
-
-
-class Shown:
-    """Passes reports on with the names of their machines. What is there is HOST:PATH.
-
-    ``peer``: the machine that this one is connected to. ``source``: the machine that has the sources, "" for this one.
-    ``ends``: those of the copies.
+    ``peer``: the machine that this one is connected to. ``source`` has the sources, and ``ends`` have the copies.
     """
 
-    def __init__(self, sink: Sink, peer: str, source: str, ends: Sequence[str]) -> None:
-        self._sink = sink
-        self._peer = peer
-        self._source = source
-        self._ends = ends
-        self._failed_hops: set[int] = set()
+    peer: str
+    source: str
+    ends: Sequence[str]
 
-    def take(self, report: messages.Plan | messages.Report) -> None:
-        sink = self._sink
-        match report:
-            case messages.Plan():
-                sink.planned(report.size)
-            case messages.Moved():
-                sink.moved(_named(self._source, report.source), report.size)
-            case messages.Notice():
-                sink.noticed(f"{self._peer}: {report.text}")
-            case messages.Deleted():
-                sink.deleted(_named(self._ends[report.hop], report.path))
-            case messages.Lost():
-                sink.host_lost(report.hop, CopyError(report.error, report.text, os.fsdecode(report.path)))
-            case messages.Failed():
-                if report.path:  # else a source could not be read
-                    self._failed_hops.add(report.hop)
-                self._end_file(report, None)
-            # A file is cancelled if its directory could not be created, which has been reported.
-            case messages.FileResult() if report.error != errno.ECANCELED or report.hop not in self._failed_hops:
-                source, end = _named(self._source, report.source), _named(self._ends[report.hop], report.path)
-                digest = report.checksum or None
-                result = CopyResult(source, end, report.size, report.seconds, "node", report.paths, sha256=digest)
-                self._end_file(report, None if report.skipped else result)
+    def of_source(self, report: messages.FileResult | messages.Failed | messages.Moved) -> str:
+        return _named(self.source, report.source)
 
-    def _end_file(self, report: messages.FileResult | messages.Failed, outcome: Outcome | None) -> None:
-        source = _named(self._source, report.source) if report.source else ""
+    def of_copy(self, report: messages.FileResult | messages.Failed | messages.Deleted) -> str:
+        return _named(self.ends[report.hop], report.path)
+
+    def outcome(self, report: messages.FileResult | messages.Failed) -> Outcome | None:
+        """Return what became of a file, None if it was skipped."""
+        source, end = self.of_source(report), self.of_copy(report)
         if report.error:
             text = report.text
-            if self._source and report.error == errno.ENOENT and any(character in source for character in "*?["):
+            if self.source and report.error == errno.ENOENT and any(character in source for character in "*?["):
                 text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
-            names = [source] if source else []
-            names += [_named(self._ends[report.hop], report.path)] if report.path else []
-            outcome = error_class(report.error)(report.error, text, *(names or [self._peer]))
-        self._sink.file_ended(source, outcome, report.hop)
+            names = [name for name in (source, end) if name] or [self.peer]
+            return error_class(report.error)(report.error, text, *names)
+        if isinstance(report, messages.Failed) or report.skipped:
+            return None
+        digest = report.checksum or None
+        return CopyResult(source, end, report.size, report.seconds, "node", report.paths, sha256=digest)
 
 
 def _named(host: str, path: bytes) -> str:
-    return f"{host}:{os.fsdecode(path)}" if host else os.fsdecode(path)
+    return f"{host}:{os.fsdecode(path)}" if host and path else os.fsdecode(path)
+
+
+def _lost(report: messages.Lost) -> CopyError:
+    return CopyError(report.error, report.text, os.fsdecode(report.path))
+
+
+class Shown:
+    """Passes the messages of a copy on to a report of copies. ``cancel``: the user has ended it."""
+
+    def __init__(self, report: TreeReport, names: HostNames, cancel: Cancellation) -> None:
+        self._report = report
+        self._names = names
+        self._cancel = cancel
+        self._failed_hops: set[int] = set()
+
+    def take(self, report: messages.Plan | messages.Report) -> None:
+        shown, names = self._report, self._names
+        match report:
+            case messages.Plan():
+                shown.planned(report.size)
+            case messages.Moved():
+                if (progress := shown.reporter(names.of_source(report))) is not None:
+                    progress(CopyProgress(report.size, 0, {"pipe": report.size}))
+            case messages.Notice():
+                shown.noticed(f"{names.peer}: {report.text}")
+            case messages.Deleted():
+                shown.deleted(names.of_copy(report))
+            case messages.Lost() if not self._cancel.cancelled:
+                shown.failed(os.fsdecode(report.path), None, _lost(report))
+            case messages.Failed():
+                if report.path:  # else a source could not be read
+                    self._failed_hops.add(report.hop)
+                self._end(report)
+            # A file is cancelled if its directory could not be created, which has been reported.
+            case messages.FileResult() if report.error != errno.ECANCELED or report.hop not in self._failed_hops:
+                self._end(report)
+
+    def _end(self, report: messages.FileResult | messages.Failed) -> None:
+        source, outcome = self._names.of_source(report), self._names.outcome(report)
+        if isinstance(outcome, CopyResult):
+            if report.hop:  # the plan is of the first machine
+                self._report.planned(outcome.bytes)
+            self._report.finished(source, [outcome.destination], [outcome])
+            return
+        self._report.finished(source, [], [])  # for the progress
+        if outcome is None:
+            self._report.skipped()
+        else:
+            self._report.failed(str(outcome.filename), outcome.filename2, outcome)
 
 
 class Outcomes:
@@ -97,25 +106,22 @@ class Outcomes:
         self._pace = Pace()
         self.outcomes: list[Outcome | None] = [None] * count
 
-    def planned(self, size: int) -> None:
-        self._size = size
+    def take(self, names: HostNames, report: messages.Plan | messages.Report) -> None:
+        match report:
+            case messages.Plan():
+                self._size = report.size
+            case messages.Moved() if self._progress is not None and self._pace.is_due():
+                count = len(self.outcomes)
+                moved, total = report.size * count, max(report.size, self._size) * count
+                self._progress(CopyProgress(moved, total, {"pipe": moved}))
+            case messages.Notice() if self._notice is not None:
+                self._notice(f"{names.peer}: {report.text}")
+            case messages.FileResult() | messages.Failed():
+                self.outcomes[report.hop] = names.outcome(report)
+            case messages.Lost():
+                self.lose(report.hop, _lost(report))
 
-    def moved(self, source: str, count: int) -> None:
-        if self._progress is not None and self._pace.is_due():
-            machines = len(self.outcomes)
-            moved, total = count * machines, max(count, self._size) * machines
-            self._progress(CopyProgress(moved, total, {"pipe": moved}))
-
-    def noticed(self, text: str) -> None:
-        if self._notice is not None:
-            self._notice(text)
-
-    def deleted(self, path: str) -> None:
-        pass  # one file is copied
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        self.outcomes[hop] = outcome
-
-    def host_lost(self, hop: int, error: CopyError) -> None:
+    def lose(self, hop: int, error: CopyError) -> None:
+        """Take that a machine of a chain, and those after it, get nothing more."""
         for place in range(hop, len(self.outcomes)):
             self.outcomes[place] = self.outcomes[place] or error

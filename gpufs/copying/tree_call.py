@@ -203,22 +203,8 @@ class _Report:
     def skipped(self) -> None:
         """Nothing is to be reported."""
 
-    # ---- the same, of a copy between machines ----
-
-    def moved(self, source: str, count: int) -> None:
-        self._totals.report(source, CopyProgress(count, 0, {"pipe": count}))
-
     def noticed(self, text: str) -> None:
         self.warned(text)
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        """Take what became of a file. None if it was skipped."""
-        if outcome is not None:
-            self.finished(source, [], [outcome])
-
-    def host_lost(self, hop: int, error: CopyError) -> None:
-        """Take the failure of the other machine."""
-        self._fail(error)
 
     def deleted(self, path: str) -> None:
         """Nothing is deleted here."""

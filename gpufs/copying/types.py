@@ -341,5 +341,8 @@ class TreeReport(StepReport, Protocol):
     def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
         """Take what became of the copies of a file."""
 
+    def noticed(self, text: str) -> None:
+        """Show a line of another machine."""
+
     def tick(self) -> None:
         """Called about ten times a second, by the thread that waits for the others."""

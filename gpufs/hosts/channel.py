@@ -10,10 +10,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Final, Protocol
 
 import msgspec
 
+from gpufs import waiting
 from gpufs.hosts.messages import Alive, Message, Refused, Report
 from gpufs.syscalls import start_thread
 
@@ -80,7 +82,6 @@ class HostChannel:
         self._send_lock = threading.Lock()
         self._block = memoryview(bytearray(BLOCK_BYTES))
         self._closed = threading.Event()
-        self.has_ended = False  # the other side takes no signs of life
         for fd in (incoming, outgoing):
             os.set_blocking(fd, False)
             try:
@@ -89,9 +90,9 @@ class HostChannel:
                 pass  # not a pipe, or the user's pipes have too much memory already
         self._heart: threading.Thread | None = None
 
-    def start_alive(self) -> None:
-        """Send signs of life from now on."""
-        self._heart = start_thread(self._beat)
+    def start_alive(self, end: Callable[[], None] = lambda: None) -> None:
+        """Send signs of life from now on. ``end`` is called once the other side takes none."""
+        self._heart = start_thread(self._beat, end)
 
     def close(self) -> None:
         """End the thread that sends signs of life."""
@@ -168,12 +169,12 @@ class HostChannel:
 
     # ---- bytes ----
 
-    def _beat(self) -> None:
+    def _beat(self, end: Callable[[], None]) -> None:
         try:
             while not self._closed.wait(_ALIVE_SECONDS):
                 self.send(Alive())
         except OSError:
-            self.has_ended = True  # a thread that sends or receives sees it, too
+            end()  # a thread that sends or receives sees it, too
 
     def _send(self, is_message: bool, content: bytes | memoryview) -> None:
         with self._send_lock:
@@ -227,7 +228,6 @@ class HostChannel:
 
 def exchange(channel: HostChannel, read: Callable[[], None], write: Callable[[], None]) -> None:
     """Send on this thread and receive on another one. An error of one ends both. The one that says most is raised."""
-    failures: list[Exception] = []
     written = threading.Event()
 
     def receive() -> None:
@@ -235,27 +235,25 @@ def exchange(channel: HostChannel, read: Callable[[], None], write: Callable[[],
             read()
             if not written.wait(_LATE_SECONDS):
                 raise HostProtocolError("the results ended before the files")
-        except Exception as error:  # noqa: BLE001 - raised below
-            failures.append(error)
+        finally:
             channel.stop()
 
-    thread = start_thread(receive)
+    reading = waiting.start(receive)
     ended: ChannelError | None = None
     try:
         write()
         written.set()
-        thread.join()
-    except ConnectionEnded as error:
-        ended = error
-        thread.join(_END_SECONDS)  # the results end as well, and may say why
+        wait([reading])
     except ChannelError as error:
         ended = error
+        if isinstance(error, ConnectionEnded):
+            wait([reading], _END_SECONDS)  # the results end as well, and may say why
     finally:
         written.set()
         channel.stop()
-        thread.join()
-    for failure in failures:
-        if ended is None or type(failure) is not ChannelError:
-            raise failure
+        wait([reading])
+    failure = reading.exception()
+    if failure is not None and (ended is None or type(failure) is not ChannelError):
+        raise failure
     if ended is not None:
         raise ended

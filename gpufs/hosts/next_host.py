@@ -29,7 +29,10 @@ class NextHost:
     def __init__(
         self, upstream: HostChannel, request: HostRequest, cancel: CancelSignal, *, shell: str = "", program: str = ""
     ) -> None:
-        """``request``: its ``forward`` is not empty. ``shell``, ``program``: as for connected()."""
+        """``request``: its ``forward`` is not empty. ``cancel``: nobody waits for results any more.
+
+        ``shell``, ``program``: as for connected().
+        """
         self._shell = shell
         self._program = program
         targets = [names.parse(os.fsdecode(name)) for name in request.forward]
@@ -48,18 +51,10 @@ class NextHost:
             with suppress(Full):
                 self._queue.put(item, timeout=_POLL_SECONDS)
                 return
-            self._end_with_upstream()
 
     def finish(self) -> None:
         """Wait until the next machine has finished, or failed."""
-        while self._thread.is_alive():
-            self._thread.join(_POLL_SECONDS)
-            self._end_with_upstream()
-
-    def _end_with_upstream(self) -> None:
-        """End if nobody waits for results: the thread that receives from upstream waits for the next machine."""
-        if self._upstream.has_ended:
-            self._cancel.cancel()
+        self._thread.join()
 
     def _run(self) -> None:
         shell, program = self._shell, self._program

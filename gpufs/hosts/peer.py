@@ -6,11 +6,11 @@ import errno
 import os
 import shlex
 import subprocess
-import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
+from urllib.parse import quote
 
 from gpufs._version import __version__
 from gpufs.hosts.channel import CancelSignal, ChannelError, ConnectionEnded, HostChannel, RefusedError
@@ -32,16 +32,6 @@ _NOT_FOUND: Final = 127  # the exit code of shells
 
 def greeting() -> bytes:
     return f"{_GREETING}{VERSION} {__version__}".encode()
-
-
-def encoded(text: str) -> str:
-    """Return a command as one word that no shell changes. decoded() reverses it."""
-    return urllib.parse.quote(text, safe="")
-
-
-def decoded(word: str) -> str:
-    """Return the command that encoded() has made a word of."""
-    return urllib.parse.unquote(word)
 
 
 class Peer:
@@ -66,7 +56,8 @@ class Peer:
         # ssh joins its arguments by spaces, and the remote shell parses the whole.
         command: Sequence[str] = [*words, ssh_argument(host), *program.split(), COMMAND]
         if passes_on and (shell, program) != (SHELL, PROGRAM):
-            command = [*command, f"--shell={encoded(shell)}", f"--program={encoded(program)}"]
+            # Words that no shell changes.
+            command = [*command, f"--shell={quote(shell, safe='')}", f"--program={quote(program, safe='')}"]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0

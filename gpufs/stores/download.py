@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import closing
 from functools import partial
 from typing import Final
 
@@ -176,29 +177,19 @@ class Download:
         assert self._file.whole is not None
         self.is_whole = True
         self._parts.restart()
-        for number in range(1, errors.TRIES + 1):
-            try:
-                done = self._receive_whole(self._file.whole(), check_space)
-                break
-            except StoreError as error:
-                if not error.transient or number == errors.TRIES:
-                    raise
-                errors.wait(number, self._stopped)
-        self.size = done
-        os.ftruncate(self._parts.fd, done)
+        errors.retried(partial(self._receive_whole, self._file.whole, check_space), errors.TRIES, self._stopped)
+        self.size = self.moved
+        os.ftruncate(self._parts.fd, self.size)
 
-    def _receive_whole(self, answer: WholeFile, check_space: Callable[[int], None]) -> int:
+    def _receive_whole(self, request: Callable[[], WholeFile], check_space: Callable[[int], None]) -> None:
         self.moved = 0
-        try:
+        with closing(request()) as answer:
             if answer.size is not None and answer.size > self.size:
                 check_space(answer.size - self.size)
                 self.size = answer.size
             for chunk in answer:
                 self._write(chunk, self.moved)
                 self.moved += len(chunk)
-        finally:
-            answer.close()
-        return self.moved
 
     def _write(self, chunk: bytes, offset: int) -> None:
         if self._stopped.is_set():

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from gpufs.stores.checksums import Checksum, of_etag
 from gpufs.stores.errors import TRIES, StoreError, failure, missing_package, retried, wrong_answer
-from gpufs.stores.urls import Url
+from gpufs.stores.urls import SCHEMES, Url
 from gpufs.stores.web import WholeFile, authorization
 
 if TYPE_CHECKING:
@@ -151,23 +151,19 @@ def open_store(url: Url, *, retries: int = 0, token: str | None = None) -> Objec
     except OSError as error:
         raise StoreError(error.errno or errno.EIO, f"AWS_CA_BUNDLE is {bundle}: {error.strerror}", url.shown) from None
     with translated(url):
-        from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+        from obstore import store as classes
 
         # The URL says http, or the variable with the store's endpoint does.
         longest = _LONGEST_UPLOAD if retries else _LONGEST
         client: ClientConfig = {"allow_http": True, "timeout": longest, "read_timeout": _SILENT}
         if header := authorization(url, token):
             client["default_headers"] = {"authorization": header}
-        retry: Any = {"max_retries": retries}
-        if url.scheme == "s3":
-            if certificates:
-                client["root_certificate"] = certificates
-            return S3Store(url.place, client_options=client, retry_config=retry)
-        if url.scheme == "gs":
-            return GCSStore(url.place, client_options=client, retry_config=retry)
-        if url.scheme == "az":
-            return AzureStore(url.place, client_options=client, retry_config=retry)
-        return HTTPStore.from_url(url.without_user, client_options=client, retry_config=retry)
+        if certificates:
+            client["root_certificate"] = certificates
+        kind: Any = getattr(classes, SCHEMES[url.scheme].store)
+        make, place = (kind, url.place) if url.is_bucket else (kind.from_url, url.without_user)
+        store: ObjectStore = make(place, client_options=client, retry_config={"max_retries": retries})
+        return store
 
 
 def upload(fd: int, size: int, modified: str, url: Url, read: Callable[[int], None]) -> Checksum | None:
