@@ -6,6 +6,7 @@ A file that is loaded has the name .NAME.gpufs-part until it is complete. Then i
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 import threading
@@ -40,9 +41,10 @@ from gpufs.copying.walk import Folder, Step, walk_store
 from gpufs.new_file import NewFile
 from gpufs.stores import checksums, finding, urls
 from gpufs.stores.checksums import Checksum
-from gpufs.stores.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of_stored
-from gpufs.stores.errors import StoreError
+from gpufs.stores.download import PARTS_IN_FLIGHT, Download, sha256_of_stored
+from gpufs.stores.errors import TRIES, StoreError
 from gpufs.stores.files import StoreFile, noted_of, open_store, upload
+from gpufs.stores.urls import Url
 from gpufs.syscalls import os_error, path_of
 from gpufs.waiting import Workers
 
@@ -63,25 +65,21 @@ class _Arrival:
         self._entry = entry
         self._cancel = cancel
         self._began = time.monotonic()
-        self._kept = 0  # bytes that an earlier copy had stored
         if os.fstat(entry.directory).st_dev not in context.mounts():
             raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, file.url.shown, entry.path)
         entry.check_replaceable()
         self._new = NewFile.part_of(entry.directory, entry.name)
         self.fd = self._new.fd
-        self._parts = Parts(self.fd, file)
-        self._loading = Download(file, self._parts, pool)
+        self._loading = Download(file, self.fd, pool)
         try:
-            if context.options.partial and self._parts.resume():
-                self._kept = self._parts.bytes_done
-            else:
-                self._parts.end()  # first: a list of parts that are gone would make the next copy keep holes
+            if not (context.options.partial and self._loading.resume()):
+                self._loading.forget()  # first: a list of parts that are gone would make the next copy keep holes
                 os.ftruncate(self.fd, 0)
             context.check_space(self.fd, file.size, cancel)
             # The writes allocate memory while others wait for the store. Allocating all of it first takes longer.
             os.ftruncate(self.fd, file.size)
         except BaseException:
-            self._discard(keep=bool(self._kept))
+            self._discard(keep=bool(self._loading.kept))
             os.close(self.fd)
             raise
 
@@ -92,8 +90,6 @@ class _Arrival:
         try:
             loading.run(partial(self._report, progress), lambda: self._cancel.cancelled, self._check_space)
             has_come = True
-            if loading.is_whole:
-                self._kept = 0
             digest = self._verified(progress) if options.verify else None
             self._complete()
         except OSError as error:
@@ -104,7 +100,7 @@ class _Arrival:
         except BaseException:  # for example by progress()
             self._discard(keep=options.partial)
             raise
-        paths = {"remote": loading.size - self._kept, "kept": self._kept}
+        paths = {"remote": loading.size - loading.kept, "kept": loading.kept}
         moved = {path: count for path, count in paths.items() if count}
         seconds = time.monotonic() - self._began
         return CopyResult(source, name, loading.size, seconds, "remote", moved, sha256=digest)
@@ -118,8 +114,7 @@ class _Arrival:
 
     def _report(self, progress: Progress, moved: int) -> None:
         if progress is not None:
-            kept = 0 if self._loading.is_whole else self._kept
-            size = max(self._loading.size, moved)
+            kept, size = self._loading.kept, max(self._loading.size, moved)
             done = min(kept + moved, size)
             progress(CopyProgress(done, size, {"remote": done - kept, "kept": kept}))
 
@@ -139,14 +134,14 @@ class _Arrival:
             # The request has not said which version it wants: it is noted if it is still there.
             now = Identity.of_stored(_find_one(file.url, self._cancel))
             self.identity = now if now == self.identity else self.identity._replace(version="")
-        self._parts.end()
+        self._loading.forget()
         self._new.keep_attributes_of(self._entry.name)
         self.identity.note(self.fd)
         self._new.complete(self._entry.name)
 
     def _discard(self, *, keep: bool) -> str:
         """Remove the file, or keep it for the next copy; what became of it, in words."""
-        done = self._parts.bytes_done
+        done = self._loading.bytes_done
         if keep and done:
             return f"{done} bytes are kept in {self._new.temporary}: --partial goes on from there"
         self._new.discard()
@@ -215,6 +210,8 @@ class StoreCopies:
         self._context = context
         # The threads start when they are needed, and all files share them.
         self._pool = Workers(PARTS_IN_FLIGHT)
+        # A store of each bucket, whose connections all uploads use.
+        self._open = functools.cache(partial(open_store, retries=TRIES))
 
     def close(self) -> None:
         self._pool.close()
@@ -307,7 +304,8 @@ class StoreCopies:
         settle(opened.status)
         written = self._context.is_written(opened.status)
         modified = "" if written else _seconds_text(opened.status.st_mtime_ns)
-        sending = waiting.start(upload, os.dup(opened.fd), size, modified, url, read)
+        store = self._open(Url(f"{url.scheme}://{url.place}", url.scheme, url.place, ""))
+        sending = waiting.start(upload, store, os.dup(opened.fd), size, modified, url, read)
         try:
             checksum = waiting.result(sending, lambda: cancel.cancelled, report)
         finally:

@@ -10,12 +10,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
 from typing import Final, Protocol
 
 import msgspec
 
-from gpufs import waiting
 from gpufs.hosts.messages import Alive, Message, Refused, Report
 from gpufs.syscalls import start_thread
 
@@ -23,11 +21,9 @@ BLOCK_BYTES: Final = 4 << 20  # of a file, in one frame
 _MESSAGE_BYTES: Final = 8 << 20  # more than the names that one command can have
 _PIPE_BYTES: Final = 1 << 20
 _ALIVE_SECONDS: Final = 2.0
-_END_SECONDS: Final = 2.0  # for what the other side still says after its end
 # The longest time for one message, or to take a block, while the other side shows that it is alive: it may read a file
 # of a terabyte for its checksum.
 _STALLED_SECONDS: Final = 3600.0
-_LATE_SECONDS: Final = 10.0  # between the end of the results and that of the thread that has sent the files
 _HEADER: Final = struct.Struct(">?I")  # whether it is a message, and its length
 
 _MESSAGES: Final = msgspec.msgpack.Decoder(Message)
@@ -224,36 +220,3 @@ class HostChannel:
                 poll.register(other, select.POLLIN)
         # If this process was stopped, time has passed although something has come.
         return bool(poll.poll(seconds * 1000) or poll.poll(0))
-
-
-def exchange(channel: HostChannel, read: Callable[[], None], write: Callable[[], None]) -> None:
-    """Send on this thread and receive on another one. An error of one ends both. The one that says most is raised."""
-    written = threading.Event()
-
-    def receive() -> None:
-        try:
-            read()
-            if not written.wait(_LATE_SECONDS):
-                raise HostProtocolError("the results ended before the files")
-        finally:
-            channel.stop()
-
-    reading = waiting.start(receive)
-    ended: ChannelError | None = None
-    try:
-        write()
-        written.set()
-        wait([reading])
-    except ChannelError as error:
-        ended = error
-        if isinstance(error, ConnectionEnded):
-            wait([reading], _END_SECONDS)  # the results end as well, and may say why
-    finally:
-        written.set()
-        channel.stop()
-        wait([reading])
-    failure = reading.exception()
-    if failure is not None and (ended is None or type(failure) is not ChannelError):
-        raise failure
-    if ended is not None:
-        raise ended

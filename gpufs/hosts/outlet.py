@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 import msgspec
 
+from gpufs import waiting
 from gpufs.hosts import messages, nixl
-from gpufs.hosts.channel import BLOCK_BYTES, ConnectionEnded, HostChannel, HostProtocolError, exchange
+from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded, HostChannel, HostProtocolError
 from gpufs.hosts.messages import Chosen, Free, InPlace, Measure, Measured, Slot, Window, Written, plain
 from gpufs.hosts.nixl import Nixl, Region
 from gpufs.units import rate_text
 
 _PROGRESS_SECONDS: Final = 0.0005
+_END_SECONDS: Final = 2.0  # for what the other side still says after its end
+_LATE_SECONDS: Final = 10.0  # between the end of the results and that of the thread that has sent the files
 # The part of each large file that shows how fast slots are, with what it takes to read and write its bytes. The first
 # copies of a daemon are slower: its bounce buffers are pinned then.
 _TIMED_FROM: Final = 256 << 20
@@ -46,25 +50,52 @@ class Outlet:
         self._timed: tuple[float, int] | None = None  # when the current file was at which offset
 
     def run(self, write: Callable[[], None], take: Callable[[messages.Report], None]) -> None:
-        """Send by ``write``, and receive until the receiver has finished, as exchange(). ``take`` gets its reports."""
+        """Send by ``write``, and receive on another thread until the receiver has finished. ``take`` gets its reports.
+
+        An error of one ends both. The one that says most is raised.
+        """
+        written = threading.Event()
+
+        def receive() -> None:
+            try:
+                self._receive(take)
+                if not written.wait(_LATE_SECONDS):
+                    raise HostProtocolError("the results ended before the files")
+            finally:
+                self.channel.stop()
+                for queue in self._answers.values():
+                    queue.put(None)
+
+        reading = waiting.start(receive)
+        ended: ChannelError | None = None
         try:
-            exchange(self.channel, partial(self._receive, take), write)
+            write()
+            written.set()
+            wait([reading])
+        except ChannelError as error:
+            ended = error
+            if isinstance(error, ConnectionEnded):
+                wait([reading], _END_SECONDS)  # the results end as well, and may say why
         finally:
+            written.set()
+            self.channel.stop()
+            wait([reading])
             if self._nixl is not None:
                 self._nixl.close()
+        failure = reading.exception()
+        if failure is not None and (ended is None or type(failure) is not ChannelError):
+            raise failure
+        if ended is not None:
+            raise ended
 
     def _receive(self, take: Callable[[messages.Report], None]) -> None:
-        try:
-            while not isinstance(message := self.channel.receive(), messages.Finished):
-                if isinstance(message, messages.Report):
-                    take(message)
-                elif isinstance(message, _Answer):
-                    self._take(message)
-                else:
-                    raise HostProtocolError("no result")
-        finally:
-            for queue in self._answers.values():
-                queue.put(None)
+        while not isinstance(message := self.channel.receive(), messages.Finished):
+            if isinstance(message, messages.Report):
+                take(message)
+            elif isinstance(message, _Answer):
+                self._take(message)
+            else:
+                raise HostProtocolError("no result")
 
     def _take(self, message: _Answer) -> None:
         queue = self._answers[type(message)]
