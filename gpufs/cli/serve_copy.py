@@ -2,11 +2,11 @@
 
 import os
 import signal
+from urllib.parse import unquote
 
 import click
 
 from gpufs.copying.host_copy import serve
-from gpufs.hosts.peer import decoded
 
 
 @click.command(name="serve-copy", hidden=True)
@@ -18,4 +18,4 @@ def command(shell: str, program: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     outgoing = os.dup(1)
     os.dup2(2, 1)  # nothing else may be printed between the messages
-    return 0 if serve(0, outgoing, shell=decoded(shell), program=decoded(program)) else 1
+    return 0 if serve(0, outgoing, shell=unquote(shell), program=unquote(program)) else 1

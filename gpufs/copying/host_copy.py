@@ -7,31 +7,79 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_receive import Receiver
-from gpufs.copying.host_reports import OfHost, Reports, outcome_of
-from gpufs.copying.host_send import Sender, Sent
+from gpufs.copying.host_reports import HostNames, Shown
+from gpufs.copying.host_send import Sender
 from gpufs.copying.job import CopyContext
-from gpufs.copying.types import CopyError, CopyOptions, Report, copy_error, error_class
+from gpufs.copying.types import CopyOptions, Pace, Report
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages, names
-from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError, exchange
+from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError
 from gpufs.hosts.messages import HostRequest, plain
 from gpufs.hosts.names import HostName
 from gpufs.hosts.next_host import NextHost
-from gpufs.hosts.peer import GREETING, Peer, connected, our_hello
+from gpufs.hosts.peer import connected, greeting
 from gpufs.syscalls import start_thread
 
 # A command that is stopped (Ctrl-Z) sends nothing.
 _SILENCE_SECONDS: Final = 60.0
+_OPTIONS: Final = ("recursive", "preserve", "no_clobber", "update", "checksum")  # of a request, for what receives
+
+_Report: TypeAlias = Callable[[messages.Plan | messages.Report], None]
+
+
+def _send(
+    context: CopyContext, channel: HostChannel, sources: Sequence[str], request: HostRequest, report: _Report
+) -> None:
+    """Copy files of this machine to the other one. OSError for what ends all copies."""
+    follow = not request.recursive or request.dereference
+    Sender(channel, context, [Entry.of(source, follow=follow) for source in sources], request, report).run()
+
+
+def _upload(
+    context: CopyContext,
+    channel: HostChannel,
+    sources: Sequence[str],
+    targets: Sequence[HostName],
+    request: HostRequest,
+    report: _Report,
+) -> None:
+    """Copy files of this machine to a chain of others, of which ``channel`` reaches the first."""
+    request.sends = False
+    request.sources = [os.fsencode(os.path.basename(source.rstrip("/"))) for source in sources]  # their names count
+    request.destination = os.fsencode(targets[0].path)
+    request.forward = [os.fsencode(str(target)) for target in targets[1:]]
+    channel.send(request)
+    _send(context, channel, sources, request, report)
+
+
+def _ask_for_upload(channel: HostChannel, targets: Sequence[HostName], request: HostRequest, report: _Report) -> None:
+    """Let another machine copy its files to a chain of machines. ``request`` has the sources."""
+    request.forward = [os.fsencode(str(target)) for target in targets]
+    channel.send(request)
+    answers = 0
+    while not isinstance(message := channel.receive(), messages.Finished):
+        if isinstance(message, (messages.FileResult, messages.Failed)):
+            answers += 1
+        elif isinstance(message, messages.Lost):
+            answers += len(request.sources)
+        elif not isinstance(message, (messages.Plan, messages.Report)) or (
+            isinstance(message, messages.Deleted) and not request.delete
+        ):
+            raise HostProtocolError("no result")
+        if isinstance(message, messages.Report) and message.hop >= len(targets):
+            raise HostProtocolError("no result")
+        report(message)
+    if answers < len(request.sources) and not request.recursive:
+        raise HostProtocolError("no result of a file")
 
 
 def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -> bool:
@@ -40,28 +88,22 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
     ``shell`` and ``program`` reach the machines that files are passed on to. The command line of this process names
     them, not the peer: a key that is restricted to this command allows no other one.
     """
-    channel = HostChannel(incoming, outgoing, silence=_SILENCE_SECONDS)
+    channel, cancel = HostChannel(incoming, outgoing, silence=_SILENCE_SECONDS), Cancellation()
     try:
-        channel.write_line(GREETING)
-        channel.send(our_hello())
-        hello = channel.receive()
-        if not isinstance(hello, messages.HostHello):
-            raise HostProtocolError("no hello")
-        hello.check("")
-        channel.start_alive()
+        channel.write_line(greeting())
+        channel.start_alive(cancel.cancel)
         request = channel.receive()
         if not isinstance(request, HostRequest):
             raise HostProtocolError("no request")
-        with closing(CopyContext(CopyOptions(), None)) as context:
-            _answer(context, channel, request, hello.nixl, shell, program)
+        options = CopyOptions(replace=request.update, **{name: getattr(request, name) for name in _OPTIONS})
+        with closing(CopyContext(options, None)) as context:
+            _answer(context, channel, request, shell, program, cancel)
         return True
     except ChannelError:
         return False  # the other side is gone, or wrong
     except OSError as error:
         try:
-            channel.send(
-                messages.Refused(error.errno or errno.EIO, plain(text_of(error)), messages.shown(error.filename or ""))
-            )
+            channel.send(messages.Refused.of(error, error.filename or ""))
         except ChannelError:
             pass
         return False
@@ -70,28 +112,23 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
 
 
 def _answer(
-    context: CopyContext, channel: HostChannel, request: HostRequest, has_nixl: bool, shell: str, program: str
+    context: CopyContext, channel: HostChannel, request: HostRequest, shell: str, program: str, cancel: Cancellation
 ) -> None:
-    def ignore(*_: object) -> None:  # the other side reports them
+    def ignore(report: object) -> None:  # the other side shows it
         pass
 
     paths = [os.fsdecode(path) for path in request.sources]
     if request.sends and request.forward:
         _upload_as_asked(context, channel, [_expanded(path) for path in paths], request, shell, program)
     elif request.sends:
-        sources = [_expanded(path) for path in paths]
-        _send(context, channel, sources, request, Report(), ignore, ignore, ignore, ignore, has_nixl)
+        _send(context, channel, [_expanded(path) for path in paths], request, ignore)
     else:
-        cancel = Cancellation()
         with _bases(paths, _expanded(os.fsdecode(request.destination)), request) as bases:
             next_host = None
             if request.forward:
                 next_host = NextHost(channel, request, cancel, shell=shell, program=program)
-            receiver = Receiver(
-                context, channel, bases, request, Report(), cancel, peer_has_nixl=has_nixl, next_host=next_host
-            )
             try:
-                receiver.run()
+                Receiver(context, channel, bases, request, ignore, cancel, next_host=next_host).run()
             finally:
                 cancel.cancel()
                 if next_host is not None:
@@ -102,8 +139,16 @@ def _upload_as_asked(
     context: CopyContext, channel: HostChannel, sources: Sequence[str], request: HostRequest, shell: str, program: str
 ) -> None:
     """Copy files of this machine to a chain of others, for the machine that asks."""
-    cancel, reports = Cancellation(), Reports(channel)
+    cancel, pace = Cancellation(), Pace()
     targets = [names.parse(os.fsdecode(name)) for name in request.forward]
+    hosts = [target.host for target in targets]
+
+    def report(report: messages.Plan | messages.Report) -> None:
+        if not isinstance(report, messages.Moved) or pace.is_due():
+            channel.send(report)
+
+    def notice(text: str) -> None:
+        report(messages.Notice(plain(text)))
 
     def watch() -> None:
         try:
@@ -114,16 +159,10 @@ def _upload_as_asked(
 
     start_thread(watch)
     try:
-        with connected(
-            [target.host for target in targets],
-            shell=shell,
-            program=program,
-            cancel=cancel,
-            notice=reports.noticed,
-        ) as peer:
-            _upload(context, peer, sources, targets, request, reports)
+        with connected(hosts, shell=shell, program=program, cancel=cancel, notice=notice) as peer:
+            _upload(context, peer.channel, sources, targets, request, report)
     except OSError as error:
-        reports.host_lost(0, copy_error(error, str(error.filename)))
+        report(messages.Lost.of(error, str(error.filename)))
     channel.send(messages.Finished())
 
 
@@ -147,71 +186,6 @@ def _bases(paths: Sequence[str], destination: str, request: HostRequest) -> Iter
         except OSError as error:
             raise OSError(error.errno, text_of(error), destination) from None
         yield bases
-
-
-def _upload(
-    context: CopyContext,
-    peer: Peer,
-    sources: Sequence[str],
-    targets: Sequence[HostName],
-    request: HostRequest,
-    report: Report,
-) -> None:
-    """Copy files to a chain of machines, of which ``peer`` is the first. OSError for what ends all copies."""
-    request.sends = False
-    request.sources = [os.fsencode(os.path.basename(source.rstrip("/"))) for source in sources]  # their names count
-    request.destination = os.fsencode(targets[0].path)
-    request.forward = [os.fsencode(str(target)) for target in targets[1:]]
-    peer.channel.send(request)
-    failed_hops: set[int] = set()
-
-    def take(sent: Sent, result: messages.FileResult) -> None:
-        destination = str(HostName(targets[result.hop].host, os.fsdecode(result.path)))
-        outcome = outcome_of(result, sent.path, destination, time.monotonic() - sent.began)
-        # A file is cancelled if its directory could not be created, which has been reported.
-        if result.error != errno.ECANCELED or result.hop not in failed_hops:
-            report.file_ended(sent.path, outcome, result.hop)
-
-    def fail(failed: messages.Failed) -> None:
-        failed_hops.add(failed.hop)
-        shown = str(HostName(targets[failed.hop].host, os.fsdecode(failed.path)))
-        report.file_ended("", error_class(failed.error)(failed.error, failed.text, shown), failed.hop)
-
-    def fail_here(path: str, error: OSError) -> None:
-        report.file_ended(path, copy_error(error, path))
-
-    def lose(lost: messages.Lost) -> None:
-        report.host_lost(lost.hop, CopyError(lost.error, lost.text, os.fsdecode(lost.name)))
-
-    noted = OfHost(report, peer.host, has_source=False)
-    _send(context, peer.channel, sources, request, noted, take, fail, fail_here, lose, peer.has_nixl)
-
-
-def _send(
-    context: CopyContext,
-    channel: HostChannel,
-    sources: Sequence[str],
-    request: HostRequest,
-    report: Report,
-    take: Callable[[Sent, messages.FileResult], None],
-    fail: Callable[[messages.Failed], None],
-    fail_here: Callable[[str, OSError], None],
-    lose: Callable[[messages.Lost], None],
-    peer_has_nixl: bool,
-) -> None:
-    """Send files, and read the results on a thread of its own."""
-    follow = not request.recursive or request.dereference
-    sent = [Entry.of(source, follow=follow) for source in sources]
-    sender = Sender(
-        channel, context, sent, request, fail_here, report.moved, report.noticed, peer_has_nixl=peer_has_nixl
-    )
-
-    def write() -> None:
-        plan = sender.plan()
-        report.planned(plan.size)
-        sender.run(plan)
-
-    exchange(channel, lambda: sender.read_results(take, fail, lose, report), write)
 
 
 def _is_text(words: str) -> bool:
@@ -261,50 +235,24 @@ class Route:
             hosts.insert(0, self._from[0].host)
         shell, program = self._shell, self._program
         with connected(hosts, shell=shell, program=program, cancel=cancel, notice=report.noticed) as peer:
-            request.sends = True
-            request.sources = [os.fsencode(name.path) for name in self._from]
-            if not self._from:
-                yield partial(_upload, context, peer, self._sources, self._to, request, report)
-            elif self._to:
-                yield partial(self._ask_for_upload, peer, request, report)
-            else:
-                yield partial(self._download, context, peer, request, report, cancel)
+            source = self._from[0].host if self._from else ""
+            named = HostNames(peer.host, source, [target.host for target in self._to] or [""])
+            yield partial(self._copy, context, peer.channel, request, Shown(report, named).take, cancel)
 
-    def _download(
-        self, context: CopyContext, peer: Peer, request: HostRequest, report: Report, cancel: Cancellation
+    def _copy(
+        self, context: CopyContext, channel: HostChannel, request: HostRequest, report: _Report, cancel: Cancellation
     ) -> None:
-        """Copy files of the other machine."""
-        with _bases([name.path for name in self._from], self._end, request) as bases:
-            peer.channel.send(request)
-            shown = OfHost(report, peer.host, has_source=True)
-            Receiver(context, peer.channel, bases, request, shown, cancel, peer_has_nixl=peer.has_nixl).run()
-
-    def _ask_for_upload(self, peer: Peer, request: HostRequest, report: Report) -> None:
-        """Let another machine copy its files to a chain of machines."""
-        request.forward = [os.fsencode(str(target)) for target in self._to]
-        peer.channel.send(request)
-        shown, answers = OfHost(report, peer.host, has_source=True), 0
-        while not isinstance(message := peer.channel.receive(), messages.Finished):
-            match message:
-                case messages.Plan():
-                    report.planned(message.size)
-                case messages.Moved():
-                    shown.moved(os.fsdecode(message.source), message.size)
-                case messages.Notice():
-                    shown.noticed(message.text)
-                case messages.FileResult() if message.hop < len(self._to):
-                    answers += 1
-                    source, end = os.fsdecode(message.source), os.fsdecode(message.path) or None
-                    shown.file_ended(source, outcome_of(message, source, end, message.seconds), message.hop)
-                case messages.Deleted() if request.delete:
-                    report.deleted(os.fsdecode(message.path))
-                case messages.Lost() if message.hop < len(self._to):
-                    answers += len(self._from)
-                    report.host_lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.name)))
-                case _:
-                    raise HostProtocolError("no result")
-        if answers < len(self._from) and not request.recursive:
-            raise HostProtocolError("no result of a file")
+        if not self._from:
+            _upload(context, channel, self._sources, self._to, request, report)
+            return
+        request.sends, paths = True, [name.path for name in self._from]
+        request.sources = [os.fsencode(path) for path in paths]
+        if self._to:
+            _ask_for_upload(channel, self._to, request, report)
+            return
+        with _bases(paths, self._end, request) as bases:
+            channel.send(request)
+            Receiver(context, channel, bases, request, report, cancel).run()
 
 
 def new_request(options: CopyOptions, *, in_directory: bool = False) -> HostRequest:

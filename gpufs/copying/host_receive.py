@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Final, Literal
 
@@ -19,17 +20,17 @@ from gpufs.copying.checksums import RunningChecksum, has_checksum, sha256_of
 from gpufs.copying.deletion import delete_others
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place
-from gpufs.copying.identity import Identity
 from gpufs.copying.job import CopyContext
 from gpufs.copying.patterns import Selection
-from gpufs.copying.tree import CopiedDirectory, exists, find_copy, make_special, pass_on
-from gpufs.copying.types import CopyError, CopyResult, NotOnMountCopyError, Report, error_class
+from gpufs.copying.tree import FileTree, TreeState, adopt
+from gpufs.copying.types import NotOnMountCopyError, Report
+from gpufs.copying.walk import Folder, Step
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages
 from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded, HostChannel, HostProtocolError
-from gpufs.hosts.messages import HostRequest, plain, shown
+from gpufs.hosts.messages import FileResult, HostRequest, plain, shown
 from gpufs.hosts.next_host import NextHost
-from gpufs.hosts.nixl import LEAST_BYTES, SLOTS, Nixl, is_installed
+from gpufs.hosts.nixl import MISSING, SLOTS, Nixl, is_installed
 from gpufs.new_file import NewFile
 from gpufs.syscalls import write_at
 
@@ -40,34 +41,63 @@ _STEP_BYTES: Final = 1 << 30  # of a hole, between two looks at whether the copy
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use scp or rsync"
 
 
+class _ReceivedTree(FileTree):
+    """The copy of one source. The messages take the place of what a walk finds."""
+
+    def __init__(self, base: Entry, receiver: Receiver) -> None:
+        super().__init__(base, receiver.state)
+        self._receiver = receiver
+
+    def file(self, step: Step) -> Entry | None:
+        entry = super().file(step)
+        if entry is not None:
+            self._receiver.make_way(step, entry)
+        return entry
+
+    def _target(self, step: Step, entry: Entry) -> bytes:
+        return self._receiver.found.target
+
+    def _check_named(self, step: Step) -> None:
+        self._receiver.check_mount(self.base)
+        if step.kind == "file":
+            self.base.check_file()
+
+
 @dataclass(eq=False)
 class Receiver(Report):
     context: CopyContext
     channel: HostChannel  # to the sender
     bases: Sequence[Entry]  # the destinations of the sources, with their directories open
     request: HostRequest
-    sink: Report
+    report: Callable[[messages.Plan | messages.Report], None]  # of this machine; the sender hears of it, too
     cancel: Cancellation  # ends waits for memory
     _: KW_ONLY
-    peer_has_nixl: bool
     next_host: NextHost | None = None  # gets what this side receives
 
     def __post_init__(self) -> None:
+        request = self.request
+        self.found: messages.Found  # what has come last
+        include, exclude = request.patterns
+        self._selection = Selection(include, exclude)
+        # Once this is cancelled, directories that are not complete get no attributes.
+        self._filling = Cancellation()
+        self.state = TreeState(self.context, self._filling, self)
+        self._trees = [_ReceivedTree(base._replace(follow=False), self) for base in self.bases]
+        self._folders: list[Folder] = []  # the current directory, and those above it
         self._mounts = self.context.mounts()
-        self._folders: list[CopiedDirectory | None] = []  # None: could not be created
         self._nixl: Nixl | None = None
-        self._failure = ""  # why there is none
+        self._failure = MISSING  # why there is none
         self._used: int | None = None  # the slot of the bytes that _next() has returned
         self._in_file = False  # bytes of a file are to come
         self._left = 0  # how many
-        self._path: list[str] = []  # the names of those folders
+        self._answer: FileResult | None = None  # why the current file is not copied
         self._names: dict[str, Literal["file", "directory"]] = {}  # what the source has, for request.delete
         self._name_bytes = 0  # of those
         self._incomplete = False  # not all of it is there
         self._planned = False  # the plan has come
         self._offered = False  # and an offer
         self._came: set[int] = set()  # the sources of which something has come
-        self._made: set[str] = set()  # the files that this command has created from its sources
+        self._made: set[str] = set()  # the files that have been stored
 
     def run(self) -> None:
         """Receive everything. Errors of the connection are raised, others are reported."""
@@ -88,19 +118,12 @@ class Receiver(Report):
                         self.channel.send(messages.Measured())
                     case messages.Chosen():
                         self._choose(message)
-                    case messages.Enter():
-                        self._enter(message)
-                    case messages.Leave():
-                        self._leave()
-                    case messages.Link():
-                        self._link(message)
-                    case messages.File():
-                        self._receive(message)
+                    case messages.Found():
+                        self._take(message)
+                    case messages.Leave() if self._folders:
+                        self._folders.pop().release()
                     case messages.Failed():
-                        path, text = os.fsdecode(message.path), message.text
-                        if message.error == errno.ENOENT and any(character in path for character in "*?["):
-                            text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
-                        self.sink.file_ended(path, error_class(message.error)(message.error, text, path))
+                        self.report(messages.Failed(message.error, message.text, source=message.source))
                         self._incomplete = True
                     case messages.FilesDone():
                         if len(self._came) < len(self.bases) and not self._incomplete:
@@ -113,22 +136,21 @@ class Receiver(Report):
                     case _:
                         raise HostProtocolError("no file")
         finally:
-            for folder in self._folders:
-                if folder is not None:
-                    folder.close()
+            if self._folders:
+                self._filling.cancel()
+            for folder in reversed(self._folders):
+                folder.release()
             self._close_nixl()
 
-    def _fail(self, source: str, destination: str, error: OSError) -> None:
-        """Report what could not be created, other than a file."""
-        number, text = error.errno or errno.EIO, text_of(error)
-        self.sink.file_ended(source, CopyError(number, text, source, destination))
-        self.channel.send(messages.Failed(number, plain(text), shown(destination)))
+    def _tell(self, report: messages.Report) -> None:
+        self.report(report)
+        self.channel.send(report)
 
     def _check_space(self, plan: messages.Plan) -> None:
         if self._planned:
             raise HostProtocolError("a second plan")
         self._planned = True
-        self.sink.planned(plan.size)
+        self.report(plan)
         if not (self.request.no_clobber or self.request.update):  # else nobody knows what is skipped
             with self.bases[0].filled() as (directory, place):
                 try:
@@ -138,31 +160,76 @@ class Receiver(Report):
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, place) from None
 
-    def _entry(self, source: int, name: bytes) -> Entry | None:
-        """Return the destination of a name in the current directory, None if that could not be created."""
-        if not self._folders:
-            if source >= len(self.bases):
-                raise HostProtocolError(f"source {source}")
-            self._came.add(source)
-            return self.bases[source]._replace(follow=False)
-        if name in (b"", b".", b"..") or b"/" in name or b"\0" in name:
-            raise HostProtocolError(f"the name {name!r}")
-        folder = self._folders[-1]
-        return None if folder is None else folder.child(os.fsdecode(name))
+    # ---- what has been found there ----
 
-    def _check_mount(self, entry: Entry, on_mount: bool) -> None:
-        """Raise OSError if no side is on a mount."""
-        if on_mount:
+    def _take(self, found: messages.Found) -> None:
+        """Create a directory or link, or receive a file."""
+        self.found = found
+        name, path = os.fsdecode(found.name), os.fsdecode(found.path)
+        parent = self._folders[-1] if self._folders else None
+        if parent is None and found.source < len(self._trees):
+            self._came.add(found.source)
+            self._tree = self._trees[found.source]
+        elif parent is None:
+            raise HostProtocolError(f"source {found.source}")
+        elif name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise HostProtocolError(f"the name {found.name!r}")
+        if (found.is_directory or found.is_link) and not self.request.recursive:
+            raise HostProtocolError("what was not asked for")
+        status = found.status
+        if found.is_directory:
+            folder = Folder(path, name, parent)
+            folder.status = status
+            if len(folder.below) > _MOST_PATH_BYTES:
+                raise HostProtocolError("a directory that is too deep")
+            self._note(folder.below, "directory")
+            self._folders.append(folder)
+            self._tree.enter(Step("enter", None, name, path, status, 0, folder))
+            return
+        step = Step("file", None, name, path, status, found.size, parent)
+        self._note(step.below, "file")
+        if found.is_link:
+            self._tree.special(step)
+        else:
+            self._receive(step)
+
+    def check_mount(self, entry: Entry) -> None:
+        """Raise OSError if no side of the current file is on a mount."""
+        if self.found.on_mount:
             return
         with entry.filled() as (directory, _):
             if os.fstat(directory).st_dev not in self._mounts:
                 raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, entry.path)
 
+    # ---- reports of the tree and of removals ----
+
+    def failed(self, source: str, destination: str | None, error: OSError) -> None:
+        """Report what could not be created or removed. Of a file it is the answer."""
+        if self._in_file:
+            path = shown(destination or "")
+            self._answer = FileResult(self.found.number, path, error.errno or errno.EIO, plain(text_of(error)))
+            return
+        end, of_source = (source, "") if destination is None else (destination, source)
+        with suppress(ChannelError):  # the caller closes a directory first
+            self._tell(messages.Failed.of(error, end, source=shown(of_source)))
+
+    def skipped(self) -> None:
+        """Take that a copy exists already."""
+        if self._in_file:
+            self._answer = FileResult(self.found.number, b"", skipped=True)
+
+    def noticed(self, text: str) -> None:
+        self._tell(messages.Notice(plain(text)))
+
+    def deleted(self, path: str) -> None:
+        """Report what has been removed."""
+        self._tell(messages.Deleted(shown(path)))
+
     # ---- NIXL or the pipe ----
 
     def _prepare(self, plan: messages.Plan) -> None:
         """Open NIXL, as the sender does at the same time."""
-        if plan.size >= LEAST_BYTES and self.peer_has_nixl and is_installed():
+        if plan.nixl and is_installed():
             try:
                 self._nixl = Nixl()
             except ConnectionEnded as error:
@@ -185,7 +252,7 @@ class Receiver(Report):
     def _choose(self, chosen: messages.Chosen) -> None:
         if not chosen.nixl:
             self._close_nixl()
-            self.sink.noticed(chosen.text)
+            self.report(messages.Notice(chosen.text))
         elif self._nixl is None:
             raise HostProtocolError("NIXL without an offer")
 
@@ -194,61 +261,10 @@ class Receiver(Report):
             self._nixl.close()
             self._nixl = None
 
-    # ---- directories and links ----
-
-    def _enter(self, message: messages.Enter) -> None:
-        if not self.request.recursive or sum(map(len, self._path)) > _MOST_PATH_BYTES:
-            raise HostProtocolError("a directory")
-        entry = self._entry(message.source, message.name)
-        self._name(message.name, "directory")
-        folder = None
-        try:
-            if entry is not None and not self._folders:
-                self._check_mount(entry, message.on_mount)
-            if entry is not None:
-                replace = self.request.update and not entry.is_given
-                folder = CopiedDirectory(entry, message.attributes, keeps=self.request.preserve, replace=replace)
-        except OSError as error:
-            assert entry is not None
-            self._fail(os.fsdecode(message.path), entry.path, error)
-        self._folders.append(folder)
-        self._path.append(os.fsdecode(message.name))
-
-    def _leave(self) -> None:
-        if not self._folders:
-            raise HostProtocolError("the end of no directory")
-        folder = self._folders.pop()
-        self._path.pop()
-        if folder is None:
-            return
-        try:
-            folder.complete()
-        except OSError as error:
-            self._fail("", folder.entry.path, error)
-        finally:
-            folder.close()
-
-    def _link(self, message: messages.Link) -> None:
-        if not self.request.recursive or self.request.dereference:
-            raise HostProtocolError("a link")
-        entry = self._entry(message.source, message.name)
-        self._name(message.name, "file")
-        if entry is None or self._is_skipped(entry):
-            return
-        try:
-            entry.check_file()
-            self._make_way(entry)
-            make_special(
-                entry, message.attributes, message.target, keeps=self.request.preserve, update=self.request.update
-            )
-        except OSError as error:
-            self._fail(os.fsdecode(message.path), entry.path, error)
-
     # ---- what the source does not have ----
 
-    def _name(self, name: bytes, kind: Literal["file", "directory"]) -> None:
+    def _note(self, below: str, kind: Literal["file", "directory"]) -> None:
         if self.request.delete:
-            below = "/".join([*self._path[1:], os.fsdecode(name)] if self._path else [])
             self._names[below] = kind
             self._name_bytes += len(below)
             if self._name_bytes > _MOST_NAME_BYTES:
@@ -258,85 +274,59 @@ class Receiver(Report):
         if not self.request.delete or self._names.get("") != "directory":
             return
         if self._incomplete:
-            text = "nothing is deleted, for not all of the source can be read"
-            self.sink.noticed(text)
-            self.channel.send(messages.Notice(text))
-            return
-        delete_others(self.bases[0], self._names, Selection(*self.request.patterns), self.cancel, self)
+            self._tell(messages.Notice("nothing is deleted, for not all of the source can be read"))
+        else:
+            delete_others(self.bases[0], self._names, self._selection, self.cancel, self)
 
-    def _make_way(self, entry: Entry) -> None:
+    def make_way(self, step: Step, entry: Entry) -> None:
         """Remove a directory that has the name of a file, with --delete. It comes before the other removals."""
-        if self.request.delete and self._path and entry._replace(follow=False).is_directory():
-            below = "/".join([*self._path[1:], os.path.basename(entry.name)])
-            delete_others(
-                self.bases[0], {"": "directory"}, Selection(*self.request.patterns), self.cancel, self, below=below
-            )
-
-    def deleted(self, path: str) -> None:
-        """Report what has been removed."""
-        self.channel.send(messages.Deleted(shown(path)))
-        self.sink.deleted(path)
-
-    def failed(self, source: str, destination: str | None, error: OSError) -> None:
-        """Report what could not be removed."""
-        self._fail("", source, error)
-
-    def _is_skipped(self, entry: Entry) -> bool:
-        return self.request.no_clobber and exists(entry, follow=False)
-
-    def _is_current(self, entry: Entry, file: messages.File) -> bool:
-        """Return whether the copy exists already. It then has the attributes that it should have."""
-        if not self.request.update:
-            return False
-        try:
-            if file.checksum:
-                copy = entry.status()
-                if copy.st_size != file.size or not has_checksum(entry, file.checksum, self.cancel):
-                    return False
-            elif (found := find_copy(entry, Identity(file.size, file.attributes.st_mtime_ns), self.context)) is None:
-                return False
-            else:
-                copy = found
-            if self.request.preserve:
-                pass_on(entry, copy, file.attributes)
-        except OSError:
-            return False  # creating it will show what is wrong
-        return True
+        if self.request.delete and step.parent is not None and entry.is_directory():
+            base, selection = self.bases[0], self._selection
+            delete_others(base, {"": "directory"}, selection, self.cancel, self, below=step.below)
 
     # ---- files ----
 
-    def _receive(self, file: messages.File) -> None:
+    def _receive(self, step: Step) -> None:
         """Receive one file, and answer what became of it."""
-        source = os.fsdecode(file.path)
-        entry = self._entry(file.source, file.name)
-        self._name(file.name, "file")
-        self._in_file, self._left = True, file.size
-        if entry is None:  # the directory is reported already
-            self.channel.send(messages.FileResult(file.number, b"", errno.ECANCELED))
-        elif self._is_skipped(entry) or self._is_current(entry, file):
-            self.channel.send(messages.FileResult(file.number, shown(entry.path), skipped=True))
-            self.sink.file_ended(source, None)
+        found = self.found
+        self._in_file, self._left, self._answer = True, found.size, None
+        entry = self._tree.file(step)
+        if entry is None:
+            # Without an answer the directory is reported already.
+            result = self._answer or FileResult(found.number, b"", errno.ECANCELED)
+        elif self.request.checksum and self._has_content(step, entry):
+            result = FileResult(found.number, shown(entry.path), skipped=True)
         else:
-            path = shown(entry.path)
-            try:
-                stored = self._store(file, source, entry)
-            except OSError as error:
-                if isinstance(error, ChannelError) or self.cancel.cancelled:
-                    raise
-                number, text = error.errno or errno.EIO, text_of(error)
-                self.channel.send(messages.FileResult(file.number, path, number, plain(text)))
-                self.sink.file_ended(source, error_class(number)(number, text, source, entry.path))
-            else:
-                sha256 = stored.sha256 or ""
-                self.channel.send(
-                    messages.FileResult(file.number, path, 0, "", False, stored.bytes, stored.paths, sha256)
-                )
-                self.sink.file_ended(source, stored)
+            result = self._stored(step, entry)
+        result.source = found.path
+        self._tell(result)
         while self._in_file:  # of a file that is not stored
             if isinstance(self._next(), messages.InPlace):
                 self.channel.send(messages.Window())
 
-    def _next(self) -> memoryview | messages.Hole | messages.InPlace | messages.End | messages.Abandon:
+    def _has_content(self, step: Step, entry: Entry) -> bool:
+        """Return whether the copy exists already, by its checksum. It then gets what makes it one without that."""
+        try:
+            copy = entry.status()
+            if copy.st_size != step.size or not has_checksum(entry, self.found.checksum, self.cancel):
+                return False
+        except OSError:
+            return False  # creating it will show what is wrong
+        adopt(entry, copy, step, self.state)
+        return True
+
+    def _stored(self, step: Step, entry: Entry) -> FileResult:
+        began, path = time.monotonic(), shown(entry.path)
+        try:
+            result = self._store(step, entry)
+        except OSError as error:
+            if isinstance(error, ChannelError) or self.cancel.cancelled:
+                raise
+            return FileResult(self.found.number, path, error.errno or errno.EIO, plain(text_of(error)))
+        result.seconds = time.monotonic() - began
+        return result
+
+    def _next(self) -> memoryview | messages.Hole | messages.InPlace | messages.End:
         """Return what comes next of the current file."""
         if self._used is not None:
             self.channel.send(messages.Free(self._used))
@@ -344,7 +334,7 @@ class Receiver(Report):
         message = self.channel.receive()
         if isinstance(message, messages.Slot):
             message = self._take_slot(message)
-        if isinstance(message, (messages.End, messages.Abandon)):
+        if isinstance(message, messages.End):
             self._in_file = False
         elif isinstance(message, (memoryview, messages.Hole)):
             self._left -= len(message) if isinstance(message, memoryview) else message.size
@@ -364,16 +354,16 @@ class Receiver(Report):
         self._used = slot.number
         return self._nixl.slot(slot.number)[: slot.size]
 
-    def _store(self, file: messages.File, source: str, entry: Entry) -> CopyResult:
+    def _store(self, step: Step, entry: Entry) -> FileResult:
         """Receive the bytes of a file, and give it its name."""
-        began = time.monotonic()
+        file = self.found
         new = self._create(file, entry)
         try:
             checksum = RunningChecksum(verify=self.request.verify)
             done = holes = in_place = 0
-            while not isinstance(message := self._next(), (messages.End, messages.Abandon)):
+            while not isinstance(message := self._next(), messages.End):
                 if isinstance(message, messages.InPlace):
-                    written = self._receive_in_place(new.fd, file.size, source, done) - done
+                    written = self._receive_in_place(new.fd, file, done) - done
                     in_place += written
                     done += written
                 elif isinstance(message, messages.Hole):
@@ -386,27 +376,27 @@ class Receiver(Report):
                     checksum.update(message)
                     write_at(new.fd, message, done)
                     done += len(message)
-                self.sink.moved(source, done)
-            if isinstance(message, messages.Abandon):
+                self.report(messages.Moved(file.path, done))
+            if message.error:
                 raise OSError(message.error, message.text)
             if done < file.size:
                 raise OSError(errno.EIO, f"{file.size} bytes were promised, and {done} have come")
             if message.checksum != checksum.text:
                 text = f"the bytes have changed on the way: {message.checksum} was sent, {checksum.text} has come"
                 raise OSError(errno.EIO, text)
-            self._complete(new, entry, file, done, checksum.text)
+            self._complete(new, entry, step, done, checksum.text)
         finally:
             new.close()
         moved_by = "pipe" if self._nixl is None else "nixl"
         counts = {moved_by: done - holes - in_place, "direct": in_place, "hole": holes}
         paths = {path: count for path, count in counts.items() if count}
-        sha256 = checksum.text or None
-        return CopyResult(source, entry.path, done, time.monotonic() - began, "node", paths, sha256=sha256)
+        return FileResult(file.number, shown(entry.path), size=done, paths=paths, checksum=checksum.text)
 
-    def _receive_in_place(self, fd: int, size: int, source: str, offset: int) -> int:
+    def _receive_in_place(self, fd: int, file: messages.Found, offset: int) -> int:
         """Let the sender write into the memory of the new file. Returns the offset that is reached."""
         if self._nixl is None or self.next_host is not None:
             raise HostProtocolError("NIXL without an offer")
+        size = file.size
         with attached_in_place(fd, size, "r+") as region, ExitStack() as registered:
             try:
                 if region is not None:
@@ -421,20 +411,18 @@ class Receiver(Report):
                 while (
                     isinstance(message := self.channel.receive(), messages.Written) and offset <= message.offset <= size
                 ):
-                    self.sink.moved(source, message.offset)
+                    self.report(messages.Moved(file.path, message.offset))
                     if message.last:
                         self._left -= message.offset - offset
                         return message.offset
         raise HostProtocolError("not what was written")
 
-    def _create(self, file: messages.File, entry: Entry) -> NewFile:
+    def _create(self, file: messages.Found, entry: Entry) -> NewFile:
         """Create the file, with its memory, but without its name."""
-        entry.check_file()
         if entry.path in self._made:
-            raise OSError(errno.EEXIST, "another source of this command is copied there")
-        self._check_mount(entry, file.on_mount)
-        mode = file.attributes.permissions & (0o700 if self.request.preserve else 0o777)
-        self._make_way(entry)
+            raise OSError(errno.EEXIST, "another source of this command has been copied there")
+        self.check_mount(entry)
+        mode = stat.S_IMODE(file.attributes.st_mode) & (0o700 if self.request.preserve else 0o777)
         entry.check_replaceable()
         assert entry.directory is not None
         new = NewFile.create(entry.directory, mode)
@@ -446,15 +434,16 @@ class Receiver(Report):
         except BaseException:
             new.close()
             raise
-        self._made.add(entry.path)
         return new
 
-    def _complete(self, new: NewFile, entry: Entry, file: messages.File, size: int, checksum: str) -> None:
+    def _complete(self, new: NewFile, entry: Entry, step: Step, size: int, checksum: str) -> None:
+        self._made.add(entry.path)
         os.ftruncate(new.fd, size)
+        assert step.status is not None
         if self.request.preserve:
-            entries.preserve(new.fd, file.attributes)
+            entries.preserve(new.fd, step.status)
         elif self.request.update:
-            entries.set_times(new.fd, file.attributes)
+            entries.set_times(new.fd, step.status)
         durable = self.request.fsync and os.fstat(new.fd).st_dev not in self._mounts
         if durable:
             os.fsync(new.fd)

@@ -1,93 +1,76 @@
-"""Passes the reports of a copy between machines on: to the user, to a program, or to another machine."""
+"""What the command, or a program, sees of a copy between machines, which report by messages."""
 
 from __future__ import annotations
 
 import errno
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from gpufs.copying.types import CopyError, CopyResult, Outcome, Pace, Report, error_class
-from gpufs.exceptions import text_of
-from gpufs.hosts.channel import HostChannel
-from gpufs.hosts.messages import Deleted, FileResult, Lost, Moved, Notice, Plan, plain, shown
+from gpufs.copying.types import CopyError, CopyResult, Outcome, Report, error_class
+from gpufs.hosts import messages
 
 
-class OfHost(Report):
-    """Passes on what a side here reports, with the host in lines for the user.
+class HostNames(NamedTuple):
+    """The machines of a copy, "" for this one. What is on another one is shown as HOST:PATH.
 
-    ``has_source``: the host also has the files, and their names are HOST:PATH; otherwise it has the copies.
+    ``peer``: the machine that this one is connected to. ``source`` has the sources, and ``ends`` have the copies.
     """
 
-    def __init__(self, report: Report, host: str, *, has_source: bool) -> None:
+    peer: str
+    source: str
+    ends: Sequence[str]
+
+    def of_source(self, report: messages.FileResult | messages.Failed | messages.Moved) -> str:
+        return _named(self.source, report.source)
+
+    def of_copy(self, report: messages.FileResult | messages.Failed | messages.Deleted) -> str:
+        return _named(self.ends[report.hop], report.path)
+
+    def outcome(self, report: messages.FileResult | messages.Failed) -> Outcome | None:
+        """Return what became of a file, None if it was skipped."""
+        source, end = self.of_source(report), self.of_copy(report)
+        if report.error:
+            text = report.text
+            if self.source and report.error == errno.ENOENT and any(character in source for character in "*?["):
+                text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
+            names = [name for name in (source, end) if name] or [self.peer]
+            return error_class(report.error)(report.error, text, *names)
+        if isinstance(report, messages.Failed) or report.skipped:
+            return None
+        digest = report.checksum or None
+        return CopyResult(source, end, report.size, report.seconds, "node", report.paths, sha256=digest)
+
+
+def _named(host: str, path: bytes) -> str:
+    return f"{host}:{os.fsdecode(path)}" if host and path else os.fsdecode(path)
+
+
+class Shown:
+    """Passes the messages of a copy on to its report."""
+
+    def __init__(self, report: Report, names: HostNames) -> None:
         self._report = report
-        self._host = host
-        self._has_source = has_source
+        self._names = names
+        self._failed_hops: set[int] = set()
 
-    def planned(self, size: int) -> None:
-        self._report.planned(size)
-
-    def moved(self, source: str, count: int) -> None:
-        self._report.moved(self._named(source), count)
-
-    def noticed(self, text: str) -> None:
-        self._report.noticed(f"{self._host}: {text}")
-
-    def deleted(self, path: str) -> None:
-        self._report.deleted(path if self._has_source else f"{self._host}:{path}")
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        shown = self._named(source)
-        if isinstance(outcome, CopyResult):
-            outcome = outcome._replace(source=shown)
-        elif outcome is not None:
-            outcome.filename = shown if source else outcome.filename2
-            outcome.filename2 = outcome.filename2 if source else None
-        self._report.file_ended(shown, outcome, hop)
-
-    def _named(self, source: str) -> str:
-        return f"{self._host}:{source}" if self._has_source else source
-
-
-class Reports(Report):
-    """Reports to the machine that has asked this one to upload."""
-
-    def __init__(self, channel: HostChannel) -> None:
-        self._channel = channel
-        self._pace = Pace()
-
-    def planned(self, size: int) -> None:
-        self._channel.send(Plan(size, size))
-
-    def moved(self, source: str, count: int) -> None:
-        if self._pace.is_due():
-            self._channel.send(Moved(shown(source), count))
-
-    def noticed(self, text: str) -> None:
-        self._channel.send(Notice(plain(text)))
-
-    def deleted(self, path: str) -> None:
-        self._channel.send(Deleted(shown(path)))
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        message = FileResult(0, b"", skipped=outcome is None, hop=hop, source=shown(source))
-        if isinstance(outcome, CopyError):
-            destination = outcome.filename2 if source else outcome.filename
-            message.path = shown(str(destination or ""))
-            message.error, message.text = outcome.errno or errno.EIO, plain(text_of(outcome))
-        elif outcome is not None:
-            message.path = shown(outcome.destination)
-            message.size, message.seconds, message.paths = outcome.bytes, outcome.seconds, outcome.paths
-            message.checksum = outcome.sha256 or ""
-        self._channel.send(message)
-
-    def host_lost(self, hop: int, error: CopyError) -> None:
-        number, text = error.errno or errno.EIO, plain(text_of(error))
-        self._channel.send(Lost(hop, number, text, shown(str(error.filename))))
-
-
-def outcome_of(result: FileResult, source: str, destination: str | None, seconds: float) -> Outcome | None:
-    """Return what became of a file on another machine; None if it was skipped."""
-    if result.error:
-        return error_class(result.error)(result.error, result.text, source, destination)
-    if result.skipped:
-        return None
-    digest = result.checksum or None
-    return CopyResult(source, destination or "", result.size, seconds, "node", result.paths, sha256=digest)
+    def take(self, message: messages.Plan | messages.Report) -> None:
+        report, names = self._report, self._names
+        match message:
+            case messages.Plan():
+                report.planned(message.size)
+            case messages.Moved():
+                report.moved(names.of_source(message), message.size)
+            case messages.Notice():
+                report.noticed(f"{names.peer}: {message.text}")
+            case messages.Deleted():
+                report.deleted(names.of_copy(message))
+            case messages.Lost():
+                report.host_lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.path)))
+            case messages.Failed():
+                if message.path:  # else a source could not be read
+                    self._failed_hops.add(message.hop)
+                report.file_ended(names.of_source(message), names.outcome(message), message.hop)
+            # A file is cancelled if its directory could not be created, which has been reported.
+            case messages.FileResult() if message.error != errno.ECANCELED or message.hop not in self._failed_hops:
+                report.file_ended(names.of_source(message), names.outcome(message), message.hop)

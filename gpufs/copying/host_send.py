@@ -8,7 +8,8 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
+from functools import partial
 
 from gpufs.copying import entries
 from gpufs.copying.checksums import RunningChecksum, sha256_of
@@ -17,7 +18,6 @@ from gpufs.copying.host_memory import attached_in_place
 from gpufs.copying.identity import settle
 from gpufs.copying.job import CopyContext
 from gpufs.copying.patterns import Selection
-from gpufs.copying.types import Report
 from gpufs.copying.walk import Fail, Step, Steps, walk_files
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages
@@ -39,17 +39,13 @@ class Sent:
 
 @dataclass(eq=False)
 class Sender:
-    """Sends files. run() and read_results() need a thread each."""
+    """Sends files."""
 
     channel: HostChannel  # to the receiver
     context: CopyContext
     sources: Sequence[Entry]
     request: HostRequest
-    fail: Fail  # takes what cannot be sent, of which the receiver hears, too
-    moved: Callable[[str, int], None]  # called with a path, and how many bytes of it have been sent
-    notice: Callable[[str], None]  # called with a line that says why NIXL does not move the bytes
-    _: KW_ONLY
-    peer_has_nixl: bool
+    report: Callable[[messages.Plan | messages.Report], None]  # called from two threads
 
     def __post_init__(self) -> None:
         self._mounts = self.context.mounts()
@@ -57,9 +53,16 @@ class Sender:
         self._refused = -1  # the last file that the receiver does not want
         self._pending: dict[int, Sent] = {}
         self._hops = 1 + len(self.request.forward)  # machines of the chain that are alive
-        self._outlet = Outlet(self.channel, self.notice, peer_has_nixl=self.peer_has_nixl)
+        self._outlet = Outlet(self.channel, lambda text: self.report(messages.Notice(text)))
 
-    def plan(self) -> messages.Plan:
+    def run(self) -> None:
+        """Send everything, and report what becomes of it. Errors of the connection are raised."""
+        self._outlet.run(self._write, self._take)
+        for sent in self._pending.values():
+            if not sent.waiting.isdisjoint(range(self._hops)):
+                raise HostProtocolError(f"no result of {sent.path}")
+
+    def _plan(self) -> messages.Plan:
         """Add up what is to be sent."""
         size = data = 0
         sizes: dict[int, tuple[int, int]] = {}
@@ -73,15 +76,12 @@ class Sender:
                         sizes[bits] = count + 1, total + need
         return messages.Plan(size, data, sizes)
 
-    def run(self, plan: messages.Plan) -> None:
-        """Send everything. Errors of the connection are raised, others go to ``fail``."""
-        self.channel.send(plan)
-        try:
-            self._outlet.choose(plan.size)
-            for number, source in enumerate(self.sources):
-                self._send_tree(number, source)
-        finally:
-            self._outlet.close()
+    def _write(self) -> None:
+        plan = self._plan()
+        self.report(plan)
+        self._outlet.send_plan(plan)
+        for number, source in enumerate(self.sources):
+            self._send_tree(number, source)
         self.channel.send(messages.FilesDone())
 
     def _send_tree(self, number: int, source: Entry) -> None:
@@ -95,58 +95,40 @@ class Sender:
                     self._fail(step.path, error)
 
     def _fail(self, path: str, error: OSError) -> None:
-        self.fail(path, error)
-        self.channel.send(messages.Failed(error.errno or errno.EIO, plain(text_of(error)), shown(path)))
+        failed = messages.Failed.of(error, "", source=shown(path))
+        self.report(failed)
+        self.channel.send(failed)
+
+    def _report_moved(self, path: str, count: int) -> None:
+        self.report(messages.Moved(shown(path), count))
 
     def _walk(self, source: Entry, fail: Fail) -> Steps:
         request = self.request
         steps = walk_files(source, fail, recursive=request.recursive, dereference=request.dereference)
         return Selection(*request.patterns).of(steps)
 
-    def read_results(
-        self,
-        take: Callable[[Sent, messages.FileResult], None],
-        fail: Callable[[messages.Failed], None],
-        lose: Callable[[messages.Lost], None],
-        sink: Report,
-    ) -> None:
-        """Receive what becomes of the files, until the receiver has finished."""
-        try:
-            while not isinstance(message := self.channel.receive(), messages.Finished):
-                match message:
-                    case messages.FileResult():
-                        take(self._answered(message), message)
-                    case messages.Failed() if message.hop < self._hops:
-                        fail(message)
-                    case messages.Lost() if 0 < message.hop < self._hops:
-                        self._lose(message.hop)
-                        lose(message)
-                    case messages.Notice():
-                        sink.noticed(message.text)
-                    case messages.Deleted() if self.request.delete:
-                        sink.deleted(os.fsdecode(message.path))
-                    case messages.Free() | messages.Measured() | messages.Window():
-                        self._outlet.take(message)
-                    case _:
-                        raise HostProtocolError("no result")
-            for sent in self._pending.values():
-                if not sent.waiting.isdisjoint(range(self._hops)):
-                    raise HostProtocolError(f"no result of {sent.path}")
-        finally:
-            self._outlet.end()
+    def _take(self, report: messages.Report) -> None:
+        """Take what a machine of the chain reports."""
+        if report.hop >= self._hops or (isinstance(report, messages.Deleted) and not self.request.delete):
+            raise HostProtocolError("no result")
+        if isinstance(report, messages.FileResult):
+            self._take_result(report)
+        elif isinstance(report, messages.Lost):
+            self._lose(report.hop)
+        self.report(report)
 
-    def _answered(self, result: messages.FileResult) -> Sent:
+    def _take_result(self, result: messages.FileResult) -> None:
         sent = self._pending.get(result.number)
         if sent is None or result.hop not in sent.waiting:
             raise HostProtocolError("the result of a file that was not sent")
         if result.skipped and not (self.request.no_clobber or self.request.update):
             raise HostProtocolError("a file was skipped")
+        result.source, result.seconds = shown(sent.path), time.monotonic() - sent.began
         if not (result.error or result.skipped) and (result.size, result.checksum) != (sent.size, sent.checksum):
             sides = [f"{side.size} bytes {side.checksum or ''}".strip() for side in (result, sent)]
             result.error, result.text = errno.EIO, "the copy differs: {} there, {} were sent".format(*sides)
         sent.waiting.discard(result.hop)
         self._forget_if_answered(result.number, sent)
-        return sent
 
     def _lose(self, hop: int) -> None:
         self._hops = hop
@@ -169,41 +151,39 @@ class Sender:
         assert isinstance(entry, Entry)
         assert status is not None
         name, path = os.fsencode(os.path.basename(entry.name)), shown(entry.path)
+        found = messages.Found(source, name, path, FileAttributes.of(status), status.st_dev in self._mounts)
         if step.kind == "enter":
-            self.channel.send(
-                messages.Enter(source, name, path, status.st_dev in self._mounts, FileAttributes.of(status))
-            )
+            self.channel.send(found)
         elif stat.S_ISLNK(status.st_mode):
-            target = os.fsencode(os.readlink(entry.name, dir_fd=entry.directory))
-            self.channel.send(messages.Link(source, name, path, target, FileAttributes.of(status)))
+            found.target = os.fsencode(os.readlink(entry.name, dir_fd=entry.directory))
+            self.channel.send(found)
         else:
             with entries.open_source(entry) as opened:
-                self._send_file(source, name, opened)
+                self._send_file(found, opened)
 
-    def _send_file(self, source: int, name: bytes, opened: OpenFile) -> None:
+    def _send_file(self, found: messages.Found, opened: OpenFile) -> None:
+        """Send a file. ``found``: what is known of it before it is opened."""
         number, self._number = self._number, self._number + 1
-        path, status = opened.entry.path, opened.status
-        size = entries.size_of(opened)
-        sent = self._pending[number] = Sent(path, size, time.monotonic(), set(range(self._hops)))
-        data, on_mount = data_bytes(status, size), status.st_dev in self._mounts
-        named = shown(path)
-        checksum = sha256_of(opened.fd, lambda: False) if self.request.checksum else ""
-        attributes = FileAttributes.of(status)
+        status, size = opened.status, entries.size_of(opened)
+        sent = self._pending[number] = Sent(opened.entry.path, size, time.monotonic(), set(range(self._hops)))
+        found.attributes, found.on_mount = FileAttributes.of(status), status.st_dev in self._mounts
+        found.number, found.size, found.data = number, size, data_bytes(status, size)
+        if self.request.checksum:
+            found.checksum = sha256_of(opened.fd, lambda: False)
         if self.request.update:
             settle(status)
             if self.context.is_written(status):  # now, and until a program ends that changes no times
-                attributes.st_mtime_ns = time.time_ns()
-        self.channel.send(messages.File(number, source, name, named, size, data, on_mount, attributes, checksum))
-        holes = stat.S_ISREG(status.st_mode) and data < size
+                found.attributes.st_mtime_ns = time.time_ns()
+        self.channel.send(found)
+        holes = stat.S_ISREG(status.st_mode) and found.data < size
         end = self._send_content(number, opened, size, holes=holes)
         self._outlet.await_reads()
-        sent.checksum = end.checksum if isinstance(end, messages.End) else None
+        sent.checksum = None if end.error else end.checksum
         self.channel.send(end)
 
-    def _send_content(
-        self, number: int, opened: OpenFile, size: int, *, holes: bool
-    ) -> messages.End | messages.Abandon:
+    def _send_content(self, number: int, opened: OpenFile, size: int, *, holes: bool) -> messages.End:
         """Send the bytes of a file, and return what follows them."""
+        moved = partial(self._report_moved, opened.entry.path)
         checksum = RunningChecksum(verify=self.request.verify)
         done = 0
         data_end = 0 if holes else size
@@ -213,11 +193,11 @@ class Sender:
         while self._refused != number:
             if in_place and self._outlet.should_write(done):
                 in_place = False
-                done = self._write_in_place(opened, size, done)
+                done = self._write_in_place(opened, size, done, moved)
             try:
                 if done == size:
                     if not size and os.pread(opened.fd, 1, 0):
-                        return messages.Abandon(errno.EINVAL, "has bytes, and its size says that it has none")
+                        return messages.End(error=errno.EINVAL, text="has bytes, and its size says that it has none")
                     return messages.End(checksum.text)
                 if done == data_end:
                     start, data_end = (min(end, size) for end in entries.next_data(opened.fd, done))
@@ -231,18 +211,18 @@ class Sender:
             except ChannelError:
                 raise
             except OSError as error:
-                return messages.Abandon(error.errno or errno.EIO, plain(text_of(error)))
+                return messages.End(error=error.errno or errno.EIO, text=plain(text_of(error)))
             if not count:
-                return messages.Abandon(errno.EBUSY, "became smaller during the copy")
+                return messages.End(error=errno.EBUSY, text="became smaller during the copy")
             checksum.update(buffer[:count])
             self._outlet.send(count)
             done += count
-            self.moved(opened.entry.path, done)
-        return messages.Abandon(errno.ECANCELED, "")
+            moved(done)
+        return messages.End(error=errno.ECANCELED)
 
-    def _write_in_place(self, opened: OpenFile, size: int, offset: int) -> int:
+    def _write_in_place(self, opened: OpenFile, size: int, offset: int, moved: Callable[[int], None]) -> int:
         """Write a file's memory into that of the receiver's file, and return the offset that is reached."""
         with attached_in_place(opened.fd, size, "r") as region:
             if region is None:
                 return offset
-            return self._outlet.write(region, offset, lambda reached: self.moved(opened.entry.path, reached))
+            return self._outlet.write(region, offset, moved)

@@ -6,13 +6,14 @@ A file that is loaded has the name .NAME.gpufs-part until it is complete. Then i
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Final
 
@@ -39,69 +40,166 @@ from gpufs.copying.walk import Folder, Step, walk_store
 from gpufs.new_file import NewFile
 from gpufs.stores import checksums, finding, urls
 from gpufs.stores.checksums import Checksum
-from gpufs.stores.download import PARTS_IN_FLIGHT, Download, Parts, sha256_of_stored
-from gpufs.stores.errors import StoreError
+from gpufs.stores.download import PARTS_IN_FLIGHT, Download, sha256_of_stored
+from gpufs.stores.errors import TRIES, StoreError
 from gpufs.stores.files import StoreFile, noted_of, open_store, upload
-from gpufs.syscalls import close_all, os_error
+from gpufs.stores.urls import Url
+from gpufs.syscalls import os_error, path_of
 from gpufs.waiting import Workers
 
 _NOT_ON_MOUNT: Final = "neither of them is on a gpufs mount: use a program of the store"
 
 
-def _close_after(parts: Sequence[Future[None]], descriptors: Sequence[int]) -> None:
-    """Close files after their last write, so that a late one does not find another file behind the descriptor."""
-    wait(parts)
-    close_all(descriptors)
+class _Arrival:
+    """A file of a store on its way to one name: an incomplete file, locked against other copies to that name."""
 
-
-class _Destination:
-    """The incomplete file of one destination, locked against other copies to the same name."""
-
-    def __init__(self, context: CopyContext, file: StoreFile, entry: Entry, cancel: Cancellation) -> None:
+    def __init__(
+        self, context: CopyContext, pool: Workers, file: StoreFile, entry: Entry, cancel: Cancellation
+    ) -> None:
         """``entry`` has its directory open. OSError if nothing can be copied there."""
         assert entry.directory is not None
-        self.entry = entry
-        self.kept = 0  # bytes that an earlier copy had stored
+        self.file = file
+        self.identity = Identity.of_stored(file)  # what the copy notes
+        self._context = context
+        self._entry = entry
+        self._cancel = cancel
+        self._began = time.monotonic()
         if os.fstat(entry.directory).st_dev not in context.mounts():
             raise NotOnMountCopyError(errno.EXDEV, _NOT_ON_MOUNT, file.url.shown, entry.path)
         entry.check_replaceable()
         self._new = NewFile.part_of(entry.directory, entry.name)
         self.fd = self._new.fd
+        self._loading = Download(file, self.fd, pool)
         try:
-            self.parts = Parts(self.fd, file)
-            if context.options.partial and self.parts.resume():
-                self.kept = self.parts.bytes_done
-            else:
-                self.parts.end()  # first: a list of parts that are gone would make the next copy keep holes
+            if not (context.options.partial and self._loading.resume()):
+                self._loading.forget()  # first: a list of parts that are gone would make the next copy keep holes
                 os.ftruncate(self.fd, 0)
             context.check_space(self.fd, file.size, cancel)
             # The writes allocate memory while others wait for the store. Allocating all of it first takes longer.
             os.ftruncate(self.fd, file.size)
         except BaseException:
-            self.discard(keep=bool(self.kept))
+            self._discard(keep=bool(self._loading.kept))
             os.close(self.fd)
             raise
 
-    def read_back(self, cancel: Cancellation) -> Iterator[memoryview]:
+    def load(self, progress: Progress) -> CopyResult:
+        """Load it, and give it its name. Raises CopyError, and cleans up then."""
+        loading, source, name, options = self._loading, self.file.url.shown, self._entry.path, self._context.options
+        has_come = False
+        try:
+            loading.run(partial(self._report, progress), lambda: self._cancel.cancelled, self._check_space)
+            has_come = True
+            digest = self._verified(progress) if options.verify else None
+            self._complete()
+        except OSError as error:
+            differs = has_come and error.errno == errno.EIO  # from the store's checksum, which is not continued
+            failure = copy_error(error, source, name)
+            failure.left, failure.bytes_total = self._discard(keep=options.partial and not differs), loading.size
+            raise failure from None
+        except BaseException:  # for example by progress()
+            self._discard(keep=options.partial)
+            raise
+        paths = {"remote": loading.size - loading.kept, "kept": loading.kept}
+        moved = {path: count for path, count in paths.items() if count}
+        seconds = time.monotonic() - self._began
+        return CopyResult(source, name, loading.size, seconds, "remote", moved, sha256=digest)
+
+    def close(self) -> None:
+        """Close the file after its last write, so that a late one does not find another file behind the descriptor."""
+        if self._loading.running:
+            waiting.start(_close_after, self._loading.running, self.fd)
+        else:
+            os.close(self.fd)
+
+    def _report(self, progress: Progress, moved: int) -> None:
+        if progress is not None:
+            kept, size = self._loading.kept, max(self._loading.size, moved)
+            done = min(kept + moved, size)
+            progress(CopyProgress(done, size, {"remote": done - kept, "kept": kept}))
+
+    def _check_space(self, more: int) -> None:
+        self._context.check_space(self.fd, more, self._cancel)
+
+    def _verified(self, progress: Progress) -> str:
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return blocks(self.fd, lambda: cancel.cancelled)
+        content = blocks(self.fd, lambda: self._cancel.cancelled)
+        again = partial(sha256_of_stored, self.file, lambda: self._cancel.cancelled)
+        names = (self.file.url.shown, self._entry.path)
+        return _verify(self._context, self.file.checksum, self._loading.size, content, again, *names, progress)
 
-    def complete(self, identity: Identity) -> None:
-        """Give the file its name."""
-        self.parts.end()
-        self._new.keep_attributes_of(self.entry.name)
-        identity.note(self.fd)
-        self._new.complete(self.entry.name)
+    def _complete(self) -> None:
+        file = self.file
+        if self.identity.version and file.url.is_web and self._loading.is_whole:
+            # The request has not said which version it wants: it is noted if it is still there.
+            now = Identity.of_stored(_find_one(file.url, self._cancel))
+            self.identity = now if now == self.identity else self.identity._replace(version="")
+        self._loading.forget()
+        self._new.keep_attributes_of(self._entry.name)
+        self.identity.note(self.fd)
+        self._new.complete(self._entry.name)
 
-    def discard(self, *, keep: bool) -> str:
+    def _discard(self, *, keep: bool) -> str:
         """Remove the file, or keep it for the next copy; what became of it, in words."""
-        done = self.parts.bytes_done
+        done = self._loading.bytes_done
         if keep and done:
             return f"{done} bytes are kept in {self._new.temporary}: --partial goes on from there"
         self._new.discard()
         with suppress(OSError):
             os.ftruncate(self.fd, 0)  # the memory is free at once, also where a silent server keeps the file open
         return ""
+
+
+def _widened(progress: Progress, moved: int, count: int) -> Progress:
+    """Return a progress of several copies that one of them reports to: ``moved`` bytes are counted already."""
+    if progress is None:
+        return None
+    return lambda one: progress(one._replace(moved=one.moved + moved, total=one.total * count + moved))
+
+
+def _close_after(parts: Sequence[Future[None]], fd: int) -> None:
+    wait(parts)
+    os.close(fd)
+
+
+def _find_one(url: urls.Url, cancel: Cancellation) -> StoreFile:
+    """Return the file that a URL names. ValueError for several."""
+    (file,) = waiting.result(waiting.start(partial(finding.find, url, recursive=False)), lambda: cancel.cancelled)
+    return file
+
+
+def _verify(
+    context: CopyContext,
+    expected: Checksum | None,
+    size: int,
+    content: Iterator[memoryview],
+    again: Callable[[], str],
+    source: str,
+    destination: str,
+    progress: Progress,
+) -> str:
+    """The SHA-256 of a copy. CopyError if the store's checksum is another.
+
+    ``again`` reads the store's file and returns its SHA-256: an ETag may be something else.
+    """
+
+    def report(offset: int) -> None:
+        if progress is not None:
+            progress(CopyProgress(offset, size, {}, "verify"))
+
+    verification = checksums.verify(content, expected, size, report)
+    if expected is None and context.notice is not None:
+        context.notice(f"{source}: the store has no checksum, so only the size was verified")
+    if verification.matches():
+        return verification.sha256
+    assert expected is not None
+    stored = again() if expected.kind in ("md5", "parts") else ""
+    if stored != verification.sha256:
+        kind = "SHA-256" if expected.kind == "sha256" else "ETag" if expected.kind != "git" else "Git object"
+        text = f"the copy differs: the store's {kind} is {expected.value}, and its SHA-256 {verification.sha256}"
+        raise CopyError(errno.EIO, text, source, destination, bytes_total=size)
+    if context.notice is not None:
+        context.notice(f"{source}: its ETag is not its checksum, so it was read again and compared")
+    return verification.sha256
 
 
 class StoreCopies:
@@ -111,6 +209,8 @@ class StoreCopies:
         self._context = context
         # The threads start when they are needed, and all files share them.
         self._pool = Workers(PARTS_IN_FLIGHT)
+        # A store of each bucket, whose connections all uploads use.
+        self._open = functools.cache(partial(open_store, retries=TRIES))
 
     def close(self) -> None:
         self._pool.close()
@@ -118,145 +218,36 @@ class StoreCopies:
     def download(
         self, file: StoreFile, destinations: Sequence[Entry], progress: Progress, cancel: Cancellation
     ) -> list[Outcome]:
-        """Copy a file of a store to each destination, and request each of its bytes once."""
-        began = time.monotonic()
-        outcomes: dict[int, Outcome] = {}
-        with ExitStack() as opened:
-            ends: dict[int, _Destination] = {}
-            for place, destination in enumerate(destinations):
-                try:
-                    located = opened.enter_context(destination.located())
-                    ends[place] = _Destination(self._context, file, located, cancel)
-                except OSError as error:
-                    outcomes[place] = copy_error(error, destination.path)
-            loading = Download(file, [end.parts for end in ends.values()], self._pool)
+        """Copy a file of a store to each destination. The first copy is the source of the others."""
+        outcomes: list[Outcome] = []
+        for place, destination in enumerate(destinations):
+            others = destinations[place + 1 :]
             try:
-                failed = self._load(loading, file, list(ends.values()), progress, cancel)
-                for place, end in ends.items():
-                    ended = end.parts.error or failed
-                    outcomes[place] = self._finish(file, loading, end, ended, began, progress, cancel)
-            except BaseException:  # for example by progress()
-                for end in ends.values():
-                    end.discard(keep=self._context.options.partial)
-                raise
-            finally:
-                descriptors = [end.fd for end in ends.values()]
-                if loading.running:
-                    waiting.start(_close_after, loading.running, descriptors)
-                else:
-                    close_all(descriptors)
-        return [outcomes[place] for place in range(len(destinations))]
+                with (
+                    destination.located() as located,
+                    closing(_Arrival(self._context, self._pool, file, located, cancel)) as arrival,
+                ):
+                    # The progress counts the bytes of all copies.
+                    outcomes.append(arrival.load(_widened(progress, 0, 1 + len(others))))
+                    if others:
+                        outcomes += self._copy_arrived(arrival, others, progress, cancel)
+                    return outcomes
+            except OSError as error:
+                outcomes.append(copy_error(error, destination.path))
+        return outcomes
 
-    def _load(
-        self,
-        loading: Download,
-        file: StoreFile,
-        ends: Sequence[_Destination],
-        progress: Progress,
-        cancel: Cancellation,
-    ) -> OSError | None:
-        """Load the parts; the error that ended it for all destinations."""
-        resumed = min((end.kept for end in ends), default=0)
+    def _copy_arrived(
+        self, arrival: _Arrival, others: Sequence[Entry], progress: Progress, cancel: Cancellation
+    ) -> list[Outcome]:
+        from gpufs.copying.fan_out import FanOut
 
-        def report(moved: int) -> None:
-            if progress is not None:
-                count = len(ends)  # the progress counts the bytes of all copies
-                kept = 0 if loading.is_whole else resumed
-                size = max(loading.size, moved)
-                moved = min(kept + moved, size) * count
-                progress(CopyProgress(moved, size * count, {"remote": moved - kept * count, "kept": kept * count}))
-
-        def check_space(more: int) -> None:
-            for end in ends:
-                try:
-                    self._context.check_space(end.fd, more, cancel)
-                except OSError as error:
-                    end.parts.error = error
-
-        try:
-            if ends:
-                loading.run(report, lambda: cancel.cancelled, check_space)
-                for end in ends:
-                    end.kept = 0 if loading.is_whole else end.kept
-        except OSError as error:
-            return error
-        return None
-
-    def _finish(
-        self,
-        file: StoreFile,
-        loading: Download,
-        end: _Destination,
-        error: OSError | None,
-        began: float,
-        progress: Progress,
-        cancel: Cancellation,
-    ) -> Outcome:
-        """Verify one destination and give it its name, or clean up after a failure."""
-        source, name, size = file.url.shown, end.entry.path, loading.size
-        digest = None
-        try:
-            if error is not None:
-                raise error
-            if self._context.options.verify:
-                content, again = end.read_back(cancel), partial(sha256_of_stored, file, lambda: cancel.cancelled)
-                digest = self._verify(file.checksum, size, content, again, source, name, progress)
-            end.complete(self._identity(file, loading, cancel))
-        except OSError as failed:
-            # What differs from the store's checksum is not continued.
-            differs = error is None and failed.errno == errno.EIO
-            left = end.discard(keep=self._context.options.partial and not differs)
-            outcome = copy_error(failed, source, name)
-            outcome.left, outcome.bytes_total = left, size
-            return outcome
-        paths = {"remote": size - end.kept, "kept": end.kept}
-        moved = {path: count for path, count in paths.items() if count}
-        return CopyResult(source, name, size, time.monotonic() - began, "remote", moved, sha256=digest)
-
-    def _identity(self, file: StoreFile, loading: Download, cancel: Cancellation) -> Identity:
-        """Return what a copy notes: the version that was asked for, if it is the one that has come."""
-        identity = Identity.of_stored(file)
-        if not identity.version or not file.url.is_web or (file.etag is not None and not loading.is_whole):
-            return identity
-        # The requests have not said which version they want.
-        (now,) = waiting.result(
-            waiting.start(partial(finding.find, file.url, recursive=False)), lambda: cancel.cancelled
-        )
-        return identity if Identity.of_stored(now) == identity else identity._replace(version="")
-
-    def _verify(
-        self,
-        expected: Checksum | None,
-        size: int,
-        content: Iterator[memoryview],
-        again: Callable[[], str],
-        source: str,
-        destination: str,
-        progress: Progress,
-    ) -> str:
-        """The SHA-256 of a copy. CopyError if the store's checksum is another.
-
-        ``again`` reads the store's file and returns its SHA-256: an ETag may be something else.
-        """
-
-        def report(offset: int) -> None:
-            if progress is not None:
-                progress(CopyProgress(offset, size, {}, "verify"))
-
-        verification = checksums.verify(content, expected, size, report)
-        if expected is None and self._context.notice is not None:
-            self._context.notice(f"{source}: the store has no checksum, so only the size was verified")
-        if verification.matches():
-            return verification.sha256
-        assert expected is not None
-        stored = again() if expected.kind in ("md5", "parts") else ""
-        if stored != verification.sha256:
-            kind = "SHA-256" if expected.kind == "sha256" else "ETag" if expected.kind != "git" else "Git object"
-            text = f"the copy differs: the store's {kind} is {expected.value}, and its SHA-256 {verification.sha256}"
-            raise CopyError(errno.EIO, text, source, destination, bytes_total=size)
-        if self._context.notice is not None:
-            self._context.notice(f"{source}: its ETag is not its checksum, so it was read again and compared")
-        return verification.sha256
+        source, size = Entry(arrival.file.url.shown, path_of(arrival.fd)), os.fstat(arrival.fd).st_size
+        copies = FanOut(self._context, source, others, arrival.identity, _widened(progress, size, 1), cancel)
+        outcomes = copies.run()
+        if progress is not None:
+            total = size * (1 + len(others))
+            progress(CopyProgress(total, total, {"remote": size}))
+        return outcomes
 
     def upload(self, source: Entry, url: urls.Url, progress: Progress, cancel: Cancellation) -> CopyResult:
         """Copy a file of a mount to an object store. Raises CopyError."""
@@ -288,7 +279,8 @@ class StoreCopies:
         settle(opened.status)
         written = self._context.is_written(opened.status)
         modified = "" if written else _seconds_text(opened.status.st_mtime_ns)
-        sending = waiting.start(upload, os.dup(opened.fd), size, modified, url, read)
+        store = self._open(Url(f"{url.scheme}://{url.place}", url.scheme, url.place, ""))
+        sending = waiting.start(upload, store, os.dup(opened.fd), size, modified, url, read)
         try:
             checksum = waiting.result(sending, lambda: cancel.cancelled, report)
         finally:
@@ -299,12 +291,9 @@ class StoreCopies:
             content = blocks(opened.fd, lambda: cancel.cancelled)
 
             def again() -> str:
-                (stored,) = waiting.result(
-                    waiting.start(partial(finding.find, url, recursive=False)), lambda: cancel.cancelled
-                )
-                return sha256_of_stored(stored, lambda: cancel.cancelled)
+                return sha256_of_stored(_find_one(url, cancel), lambda: cancel.cancelled)
 
-            digest = self._verify(checksum, size, content, again, url.shown, source, progress)
+            digest = _verify(self._context, checksum, size, content, again, url.shown, source, progress)
         paths = {"remote": size} if size else {}
         return CopyResult(source, url.shown, size, time.monotonic() - began, "remote", paths, sha256=digest)
 

@@ -315,17 +315,19 @@ class FileTree:
         if entry is None or options.dry_run:
             return
         assert step.status is not None
-        assert isinstance(step.source, Entry)
         try:
             with entry.located() as located:
-                target = None
-                if stat.S_ISLNK(step.status.st_mode):
-                    target = os.readlink(step.source.name, dir_fd=step.source.directory)
-                    if exists(step.source, follow=True):
-                        self._state.links.append(entry.path)
+                target = self._target(step, entry) if stat.S_ISLNK(step.status.st_mode) else None
                 make_special(located, step.status, target, keeps=options.preserve, update=options.update)
         except OSError as error:
             self._state.report.failed(step.path, entry.path, error)
+
+    def _target(self, step: Step, entry: Entry) -> str | bytes:
+        """Return what a link leads to. ``entry``: its copy."""
+        assert isinstance(step.source, Entry)
+        if exists(step.source, follow=True):
+            self._state.links.append(entry.path)
+        return os.readlink(step.source.name, dir_fd=step.source.directory)
 
     def _entry(self, step: Step) -> Entry | None:
         """Return the name of the copy, None if the directory for it could not be created."""

@@ -14,18 +14,16 @@ from typing import Final, Protocol
 
 import msgspec
 
-from gpufs.hosts.messages import Alive, Message, Refused
+from gpufs.hosts.messages import Alive, Message, Refused, Report
 from gpufs.syscalls import start_thread
 
 BLOCK_BYTES: Final = 4 << 20  # of a file, in one frame
 _MESSAGE_BYTES: Final = 8 << 20  # more than the names that one command can have
 _PIPE_BYTES: Final = 1 << 20
 _ALIVE_SECONDS: Final = 2.0
-_END_SECONDS: Final = 2.0  # for what the other side still says after its end
 # The longest time for one message, or to take a block, while the other side shows that it is alive: it may read a file
 # of a terabyte for its checksum.
 _STALLED_SECONDS: Final = 3600.0
-_LATE_SECONDS: Final = 10.0  # between the end of the results and that of the thread that has sent the files
 _HEADER: Final = struct.Struct(">?I")  # whether it is a message, and its length
 
 _MESSAGES: Final = msgspec.msgpack.Decoder(Message)
@@ -80,7 +78,6 @@ class HostChannel:
         self._send_lock = threading.Lock()
         self._block = memoryview(bytearray(BLOCK_BYTES))
         self._closed = threading.Event()
-        self.has_ended = False  # the other side takes no signs of life
         for fd in (incoming, outgoing):
             os.set_blocking(fd, False)
             try:
@@ -89,9 +86,9 @@ class HostChannel:
                 pass  # not a pipe, or the user's pipes have too much memory already
         self._heart: threading.Thread | None = None
 
-    def start_alive(self) -> None:
-        """Send signs of life from now on."""
-        self._heart = start_thread(self._beat)
+    def start_alive(self, end: Callable[[], None] = lambda: None) -> None:
+        """Send signs of life from now on. ``end`` is called once the other side takes none."""
+        self._heart = start_thread(self._beat, end)
 
     def close(self) -> None:
         """End the thread that sends signs of life."""
@@ -106,7 +103,7 @@ class HostChannel:
         self._stopped = True
         os.eventfd_write(self._stop, 1)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message | Report) -> None:
         self._send(True, _ENCODER.encode(message))
 
     def send_data(self, data: memoryview) -> None:
@@ -168,12 +165,12 @@ class HostChannel:
 
     # ---- bytes ----
 
-    def _beat(self) -> None:
+    def _beat(self, end: Callable[[], None]) -> None:
         try:
             while not self._closed.wait(_ALIVE_SECONDS):
                 self.send(Alive())
         except OSError:
-            self.has_ended = True  # a thread that sends or receives sees it, too
+            end()  # a thread that sends or receives sees it, too
 
     def _send(self, is_message: bool, content: bytes | memoryview) -> None:
         with self._send_lock:
@@ -223,39 +220,3 @@ class HostChannel:
                 poll.register(other, select.POLLIN)
         # If this process was stopped, time has passed although something has come.
         return bool(poll.poll(seconds * 1000) or poll.poll(0))
-
-
-def exchange(channel: HostChannel, read: Callable[[], None], write: Callable[[], None]) -> None:
-    """Send on this thread and receive on another one. An error of one ends both. The one that says most is raised."""
-    failures: list[Exception] = []
-    written = threading.Event()
-
-    def receive() -> None:
-        try:
-            read()
-            if not written.wait(_LATE_SECONDS):
-                raise HostProtocolError("the results ended before the files")
-        except Exception as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-            channel.stop()
-
-    thread = start_thread(receive)
-    ended: ChannelError | None = None
-    try:
-        write()
-        written.set()
-        thread.join()
-    except ConnectionEnded as error:
-        ended = error
-        thread.join(_END_SECONDS)  # the results end as well, and may say why
-    except ChannelError as error:
-        ended = error
-    finally:
-        written.set()
-        channel.stop()
-        thread.join()
-    for failure in failures:
-        if ended is None or type(failure) is not ChannelError:
-            raise failure
-    if ended is not None:
-        raise ended

@@ -1,20 +1,20 @@
 """The messages of a copy between two machines. One side sends files, the other receives them.
 
-After its HostHello, the side that runs the command sends a HostRequest. The sender then sends a Plan, and for each
-source a File, a Link, or a directory: an Enter, what is in it, and a Leave. A File is followed by its bytes and Holes,
-and by an End or an Abandon. The receiver answers each File with a FileResult, which comes early if the file cannot be
-stored. FilesDone ends the files, Finished the results. Alive is sent every few seconds by both sides. Failed and
+After the greeting of gpufs, the side that runs the command sends a HostRequest. The sender then sends a Plan, and for
+each source a Found: a file, a link, or a directory, which has what is in it up to a Leave. A file is followed by its
+bytes and Holes, and by an End. The receiver answers each file with a FileResult, which comes early if the file cannot
+be stored. FilesDone ends the files, Finished the results. Alive is sent every few seconds by both sides. Failed and
 Refused can come at any time.
 
-If both sides have NIXL and the copy is large, an Offer follows the Plan. The receiver answers how fast it reads, and
-then, after some blocks of bytes, a Measure, which shows how fast the pipe is. The sender then sends what it has Chosen.
-By NIXL, a Slot stands for bytes of a file, and the receiver answers each with a Free. Within a large file the
-sender can ask for a Window, the memory of the receiver's file. It writes there, and says what is Written.
+If the Plan says so, an Offer follows it, or Chosen. The receiver answers how fast it reads by NIXL, and then, after
+some blocks of bytes, a Measure, which shows how fast the pipe is. The sender then sends what it has Chosen. By NIXL, a
+Slot stands for bytes of a file, and the receiver answers each with a Free. Within a large file the sender can ask for a
+Window, the memory of the receiver's file. It writes there, and says what is Written.
 
 In a chain each receiver sends what it receives to the next machine, as the sender of that connection, and passes the
-answers back with ``hop`` increased: 0 is the machine that sends the message, 1 the next one. Lost is the end of the
+reports back with ``hop`` increased: 0 is the machine that sends the message, 1 the next one. Lost is the end of the
 chain behind a machine. If the side that runs the command has no files itself, the first machine sends a HostRequest to
-the others, and answers with a Plan, Moved, and a FileResult for each file.
+the others, and passes on its Plan and what they report.
 
 A side ignores fields that it does not know, so a new field needs no new version. Names are bytes, as in the kernel.
 """
@@ -24,10 +24,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Any, Final, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta
+
+from gpufs.exceptions import text_of
 
 VERSION: Final = 1  # of this protocol, which both sides must speak
 
@@ -35,26 +37,12 @@ _MOST: Final = 4096  # bytes of a path, characters of a text
 # What the other side sends is checked against these types, and nowhere else if they can say it.
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Rate: TypeAlias = Annotated[float, Meta(ge=0, le=1e18)]
-Errno: TypeAlias = Annotated[int, Meta(ge=1, le=4095)]
+Errno: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
 Text: TypeAlias = Annotated[str, Meta(max_length=_MOST)]
 Path: TypeAlias = Annotated[bytes, Meta(max_length=_MOST)]
 Way: TypeAlias = Annotated[str, Meta(pattern=r"^(pipe|nixl|direct|hole)\Z")]
 Owner: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 32) - 2)]
 Time: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-
-
-class HostHello(msgspec.Struct, tag="Hello"):
-    """The first message of each side."""
-
-    version: Count
-    program: Text  # the version of gpufs, for messages
-    nixl: bool = False  # whether NIXL is installed
-
-    def check(self, host: str) -> None:
-        """Raise OSError EPROTONOSUPPORT for another version."""
-        if self.version != VERSION:
-            text = f"gpufs {self.program} there speaks version {self.version} of the protocol, and this one {VERSION}"
-            raise OSError(errno.EPROTONOSUPPORT, f"{text}: install the same gpufs on both", host)
 
 
 class FileAttributes(msgspec.Struct):
@@ -69,11 +57,6 @@ class FileAttributes(msgspec.Struct):
     @classmethod
     def of(cls, status: os.stat_result) -> FileAttributes:
         return cls(status.st_mode, status.st_uid, status.st_gid, status.st_atime_ns, status.st_mtime_ns)
-
-    @property
-    def permissions(self) -> int:
-        """The mode without the type."""
-        return stat.S_IMODE(self.st_mode)
 
 
 class HostRequest(msgspec.Struct, tag="Request"):
@@ -112,12 +95,14 @@ class HostRequest(msgspec.Struct, tag="Request"):
 class Plan(msgspec.Struct, tag=True):
     """Announces the bytes of all files, and those of them that take space.
 
-    ``sizes``: by the bits of files' sizes, without holes, how many such files there are, and their bytes.
+    ``sizes``: by the bits of files' sizes, without holes, how many such files there are, and their bytes. ``nixl``: the
+    sender has NIXL, and finds out next whether it is the faster way.
     """
 
     size: Count
     data: Count
     sizes: dict[Annotated[int, Meta(ge=0, le=63)], tuple[Count, Count]] = {}
+    nixl: bool = False
 
 
 class Offer(msgspec.Struct, tag=True):
@@ -178,52 +163,49 @@ class Written(msgspec.Struct, tag=True):
     last: bool
 
 
-class Enter(msgspec.Struct, tag=True):
-    """A directory: ``source`` itself, or one of this name in the current directory, which it becomes."""
+class Found(msgspec.Struct, tag=True):
+    """A file, a symbolic link, or a directory, which becomes the current one: see the mode.
+
+    It is ``source`` itself, or has this name in the current directory. ``path``: for messages. ``on_mount``: whether it
+    is on a gpufs mount. ``target``: of a link. Of a file, ``number`` counts it, and ``checksum`` is its SHA-256 if the
+    request asks for it. A block device counts as a file.
+    """
 
     source: Count
     name: Path
     path: Path
-    on_mount: bool
     attributes: FileAttributes
+    on_mount: bool = False
+    target: Path = b""
+    number: Count = 0
+    size: Count = 0
+    data: Count = 0
+    checksum: Text = ""
+
+    def __post_init__(self) -> None:
+        _check_names(self.target)
+        if self.data > self.size:
+            raise ValueError("a file has more data than bytes")
+
+    @property
+    def status(self) -> os.stat_result:
+        """What stat(2) would return, as far as a copy needs it."""
+        here = self.attributes
+        fields = (here.st_mode, 0, 0, 1, here.st_uid, here.st_gid, self.size, 0, 0, 0)
+        times = {"st_atime_ns": here.st_atime_ns, "st_mtime_ns": here.st_mtime_ns}
+        return os.stat_result(fields, times)
+
+    @property
+    def is_directory(self) -> bool:
+        return stat.S_ISDIR(self.attributes.st_mode)
+
+    @property
+    def is_link(self) -> bool:
+        return stat.S_ISLNK(self.attributes.st_mode)
 
 
 class Leave(msgspec.Struct, tag=True):
     """The end of the current directory."""
-
-
-class Link(msgspec.Struct, tag=True):
-    """A symbolic link."""
-
-    source: Count
-    name: Path
-    path: Path
-    target: Path
-    attributes: FileAttributes
-
-    def __post_init__(self) -> None:
-        _check_names(self.target)
-
-
-class File(msgspec.Struct, tag=True):
-    """A regular file, or a block device. ``path``: for messages. ``on_mount``: whether it is on a gpufs mount.
-
-    ``checksum``: its SHA-256, if the request asks for it.
-    """
-
-    number: Count
-    source: Count
-    name: Path
-    path: Path
-    size: Count
-    data: Count
-    on_mount: bool
-    attributes: FileAttributes
-    checksum: Text = ""
-
-    def __post_init__(self) -> None:
-        if self.data > self.size:
-            raise ValueError("a file has more data than bytes")
 
 
 class Hole(msgspec.Struct, tag=True):
@@ -233,80 +215,83 @@ class Hole(msgspec.Struct, tag=True):
 
 
 class End(msgspec.Struct, tag=True):
-    """The end of a file, and, with ``verify``, the SHA-256 of its bytes."""
+    """The end of a file, and, with ``verify``, the SHA-256 of its bytes.
+
+    ``error``: 0, or why it was not sent to its end; ECANCELED if the receiver has refused it.
+    """
 
     checksum: Text = ""
+    error: Errno = 0
+    text: Text = ""
 
 
-class Abandon(msgspec.Struct, tag=True):
-    """The end of a file that could not be read, or that the receiver has refused."""
+class Report(msgspec.Struct, kw_only=True):
+    """What the command hears of a copy."""
 
-    error: Errno
-    text: Text
+    hop: Count = 0
 
 
-class FileResult(msgspec.Struct, tag="Result"):
+class FileResult(Report, tag="Result"):
     """The result of one file. ``error``: 0, or why it has not been stored. ``path``: of the copy.
 
-    A machine that was asked to send its files to others names the ``source`` in place of the number, and the seconds.
+    The sender adds the path of the source, and the seconds.
     """
 
     number: Count
     path: Path
-    error: Annotated[int, Meta(ge=0, le=4095)] = 0
+    error: Errno = 0
     text: Text = ""
     skipped: bool = False
     size: Count = 0
     paths: dict[Way, Count] = {}  # the bytes by each
     checksum: Text = ""  # SHA-256, if verified
-    hop: Count = 0
     source: Path = b""
     seconds: Rate = 0.0
 
 
-class Failed(msgspec.Struct, tag=True):
-    """A failure that concerns no File, after which the others are copied."""
+class Failure(Report):
+    """Why something failed. ``path``: of the copy, or what else it concerns; empty for a source alone."""
 
-    error: Errno
+    error: Annotated[int, Meta(ge=1, le=4095)]
     text: Text
-    path: Path
-    hop: Count = 0
+    path: Path = b""
+
+    @classmethod
+    def of(cls, error: OSError, path: str, **more: Any) -> Self:
+        return cls(error.errno or errno.EIO, plain(text_of(error)), shown(path), **more)
 
 
-class Deleted(msgspec.Struct, tag=True):
+class Failed(Failure, tag=True):
+    """A failure that concerns no file that is sent, after which the others are copied. ``source``: as of FileResult."""
+
+    source: Path = b""
+
+
+class Lost(Failure, tag=True):
+    """The machine ``hop`` of a chain gets nothing more, nor do those after it."""
+
+
+class Refused(Failure, tag=True):
+    """Why nothing, or nothing more, is copied. No message follows."""
+
+
+class Deleted(Report, tag=True):
     """Lists what the receiver has removed, since the source does not have it."""
 
     path: Path
 
 
-class Lost(msgspec.Struct, tag=True):
-    """The machine ``hop`` of a chain gets nothing more, nor do those after it. ``name``: for messages."""
-
-    hop: Count
-    error: Errno
-    text: Text
-    name: Path
-
-
-class Notice(msgspec.Struct, tag=True):
+class Notice(Report, tag=True):
     """A line for the user."""
 
     text: Text
 
 
-class Moved(msgspec.Struct, tag=True):
-    """How many bytes of a source have been sent to the chain."""
+class Moved(Report, tag=True):
+    """How many bytes of a source have been copied, or sent to a chain."""
 
     source: Path
     size: Count
-
-
-class Refused(msgspec.Struct, tag=True):
-    """Why nothing, or nothing more, is copied. No message follows."""
-
-    error: Errno
-    text: Text
-    path: Path
 
 
 class FilesDone(msgspec.Struct, tag="Done"):
@@ -321,11 +306,10 @@ class Alive(msgspec.Struct, tag=True):
     """The sender of this message is running."""
 
 
-OfSender: TypeAlias = Plan | Enter | Leave | Link | File | Hole | End | Abandon | Failed | FilesDone
-_OfReceiver: TypeAlias = FileResult | Deleted | Finished
+OfSender: TypeAlias = Plan | Found | Leave | Hole | End | Failed | FilesDone
 _OfNixl: TypeAlias = Offer | Measure | Measured | Chosen | Slot | Free | InPlace | Window | Written
-_OfChain: TypeAlias = Lost | Notice | Moved
-Message: TypeAlias = HostHello | HostRequest | OfSender | _OfReceiver | _OfNixl | _OfChain | Refused | Alive
+_Reports: TypeAlias = FileResult | Deleted | Lost | Notice | Moved
+Message: TypeAlias = HostRequest | OfSender | _OfNixl | _Reports | Finished | Refused | Alive
 
 
 def plain(text: str) -> str:

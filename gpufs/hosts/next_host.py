@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
+from functools import partial
 from queue import Empty, Full, Queue
 from typing import Final
 
 import msgspec
 
-from gpufs.exceptions import text_of
 from gpufs.hosts import messages, names
-from gpufs.hosts.channel import CancelSignal, ChannelError, HostChannel, HostProtocolError, exchange
+from gpufs.hosts.channel import CancelSignal, ChannelError, HostChannel, HostProtocolError
 from gpufs.hosts.messages import HostRequest, OfSender, plain
 from gpufs.hosts.outlet import Outlet
-from gpufs.hosts.peer import Peer, connected
+from gpufs.hosts.peer import connected
 from gpufs.syscalls import start_thread
 
 # Blocks of BLOCK_BYTES, or messages, that have been received and not sent yet.
@@ -29,7 +29,10 @@ class NextHost:
     def __init__(
         self, upstream: HostChannel, request: HostRequest, cancel: CancelSignal, *, shell: str = "", program: str = ""
     ) -> None:
-        """``request``: its ``forward`` is not empty. ``shell``, ``program``: as for connected()."""
+        """``request``: its ``forward`` is not empty. ``cancel``: nobody waits for results any more.
+
+        ``shell``, ``program``: as for connected().
+        """
         self._shell = shell
         self._program = program
         targets = [names.parse(os.fsdecode(name)) for name in request.forward]
@@ -48,37 +51,26 @@ class NextHost:
             with suppress(Full):
                 self._queue.put(item, timeout=_POLL_SECONDS)
                 return
-            self._end_with_upstream()
 
     def finish(self) -> None:
         """Wait until the next machine has finished, or failed."""
-        while self._thread.is_alive():
-            self._thread.join(_POLL_SECONDS)
-            self._end_with_upstream()
-
-    def _end_with_upstream(self) -> None:
-        """End if nobody waits for results: the thread that receives from upstream waits for the next machine."""
-        if self._upstream.has_ended:
-            self._cancel.cancel()
+        self._thread.join()
 
     def _run(self) -> None:
         shell, program = self._shell, self._program
         try:
             with connected(self._hosts, shell=shell, program=program, cancel=self._cancel, notice=self._notice) as peer:
                 peer.channel.send(self._request)
-                outlet = Outlet(peer.channel, self._notice_of_peer, peer_has_nixl=peer.has_nixl)
-                try:
-                    exchange(peer.channel, lambda: self._read(peer, outlet), lambda: self._write(peer.channel, outlet))
-                finally:
-                    outlet.close()
+                outlet = Outlet(peer.channel, lambda text: self._notice(f"{self._hosts[0]}: {text}"))
+                outlet.run(partial(self._write, peer.channel, outlet), self._pass_back)
         except OSError as error:
-            self._lose(error.errno or errno.EIO, text_of(error), str(error.filename or self._hosts[0]))
+            self._lose(error)
         except Exception as error:  # noqa: BLE001 - whoever waits for results must hear of it
-            self._lose(errno.EIO, f"{type(error).__name__}: {error}", self._hosts[0])
+            self._lose(OSError(errno.EIO, f"{type(error).__name__}: {error}"))
 
-    def _lose(self, number: int, text: str, name: str) -> None:
+    def _lose(self, error: OSError) -> None:
         if not self._cancel.cancelled:
-            self._tell(messages.Lost(1, number, plain(text), os.fsencode(name)))
+            self._tell(messages.Lost.of(error, str(error.filename or self._hosts[0]), hop=1))
 
     def _write(self, channel: HostChannel, outlet: Outlet) -> None:
         while True:
@@ -90,36 +82,24 @@ class NextHost:
             if isinstance(item, bytes):
                 outlet.send_copy(item)
                 continue
-            if isinstance(item, (messages.End, messages.Abandon)):
+            if isinstance(item, messages.Plan):
+                outlet.send_plan(item)
+                continue
+            if isinstance(item, messages.End):
                 outlet.await_reads()
             channel.send(item)
-            if isinstance(item, messages.Plan):
-                outlet.choose(item.size)
-            elif isinstance(item, messages.FilesDone):
+            if isinstance(item, messages.FilesDone):
                 return
 
-    def _read(self, peer: Peer, outlet: Outlet) -> None:
-        try:
-            while not isinstance(message := peer.channel.receive(), messages.Finished):
-                match message:
-                    case messages.Free() | messages.Measured():
-                        outlet.take(message)
-                    case messages.FileResult() | messages.Failed() | messages.Lost() if message.hop < len(self._hosts):
-                        message.hop += 1
-                        self._tell(message)
-                    case messages.Notice():
-                        self._tell(message)
-                    case _:
-                        raise HostProtocolError("no result")
-        finally:
-            outlet.end()
+    def _pass_back(self, report: messages.Report) -> None:
+        if report.hop >= len(self._hosts):
+            raise HostProtocolError("no result")
+        report.hop += 1
+        self._tell(report)
 
     def _notice(self, text: str) -> None:
         self._tell(messages.Notice(plain(text)))
 
-    def _notice_of_peer(self, text: str) -> None:
-        self._notice(f"{self._hosts[0]}: {text}")
-
-    def _tell(self, message: messages.FileResult | messages.Failed | messages.Lost | messages.Notice) -> None:
+    def _tell(self, report: messages.Report) -> None:
         with suppress(ChannelError):  # then this copy ends anyway
-            self._upstream.send(message)
+            self._upstream.send(report)

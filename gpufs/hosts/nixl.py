@@ -20,13 +20,14 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
 
-from gpufs.hosts.channel import BLOCK_BYTES, ConnectionEnded
+from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded
 from gpufs.hosts.messages import Offer, Window
 from gpufs.syscalls import start_thread
 
 SLOTS: Final = 4
 # Copies of fewer bytes are over before NIXL is ready, which takes one to three seconds.
 LEAST_BYTES: Final = 1 << 30
+MISSING: Final = "NIXL is not installed on both machines (pip install nixl)"
 _MOST_SECONDS: Final = 10.0  # for one block
 _POLL_SECONDS: Final = 50e-6
 _PROGRESS_SECONDS: Final = 0.0005
@@ -57,7 +58,7 @@ class Nixl:
 
     def __init__(self) -> None:
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # UCX logs to standard output
-        try:
+        with _translated(""):
             from nixl._api import nixl_agent, nixl_agent_config
 
             logging.getLogger("nixl").setLevel(logging.ERROR)  # this one, too
@@ -68,8 +69,6 @@ class Nixl:
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
             self._registered = self._agent.register_memory([(self._address, SLOTS * BLOCK_BYTES, 0, "")], "DRAM")
             self.offer = Offer(self._agent.get_agent_metadata(), self._address)
-        except Exception as error:  # noqa: BLE001 - NIXL raises many kinds
-            raise _failure(error) from None
         self._view = memoryview(self._memory)
         self._peer = ""
         self._there = 0
@@ -86,21 +85,17 @@ class Nixl:
 
     def connect(self, offer: Offer) -> None:
         """Reach the slots of the other side. OSError if that is not possible."""
-        try:
+        with _translated(""):
             self._peer = self._agent.add_remote_agent(offer.metadata)
             self._there = offer.address
-        except Exception as error:  # noqa: BLE001 - as above
-            raise _failure(error) from None
 
     def slot(self, number: int) -> memoryview:
         return self._view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
 
     def progress(self) -> None:
         """Let the other side reach the slots of this one."""
-        try:
+        with _translated():
             self._agent.get_new_notifs()
-        except Exception as error:  # noqa: BLE001 - as above
-            raise _failure(error, "the connection ended: ") from None
 
     def read(self, slot: int, size: int, check: Callable[[], None]) -> None:
         """Read the first bytes of a slot there. Raises ConnectionEnded, and what ``check`` raises during the wait."""
@@ -110,7 +105,7 @@ class Nixl:
 
     def _move(self, operation: str, here: Region, there: Region, peer: str, check: Callable[[], None]) -> None:
         deadline = time.monotonic() + _MOST_SECONDS
-        try:
+        with _translated():
             ends = [
                 self._agent.get_xfer_descs([(region.address, region.size, region.device or 0)], region.kind)
                 for region in (here, there)
@@ -123,10 +118,6 @@ class Nixl:
                 state = self._agent.check_xfer_state(handle)
             if state == "DONE":
                 handle.release()
-        except OSError:
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            raise _failure(error, "the connection ended: ") from None
         if state != "DONE":
             text = f"the connection ended: NIXL has not moved a block in {_MOST_SECONDS:.0f} seconds"
             raise ConnectionEnded(errno.ETIMEDOUT, text)
@@ -136,12 +127,9 @@ class Nixl:
     @contextmanager
     def registered(self, region: Region) -> Iterator[None]:
         """Let NIXL reach memory of a file. ConnectionEnded if it cannot."""
-        try:
-            registered = self._agent.register_memory(
-                [(region.address, region.size, region.device or 0, "")], region.kind
-            )
-        except Exception as error:  # noqa: BLE001 - as above
-            raise _failure(error) from None
+        memory = [(region.address, region.size, region.device or 0, "")]
+        with _translated(""):
+            registered = self._agent.register_memory(memory, region.kind)
         try:
             yield
         finally:
@@ -186,10 +174,8 @@ class Nixl:
         is returned. Raises as read().
         """
         device = None if window.device < 0 else window.device
-        try:
+        with _translated():
             peer = self._agent.add_remote_agent(window.metadata)
-        except Exception as error:  # noqa: BLE001 - as above
-            raise _failure(error, "the connection ended: ") from None
         connected = False
         try:
             while offset < here.size:
@@ -220,5 +206,12 @@ class Nixl:
         return SLOTS * BLOCK_BYTES / (time.monotonic() - began)
 
 
-def _failure(error: Exception, what: str = "") -> ConnectionEnded:
-    return ConnectionEnded(errno.ECONNRESET, f"{what}NIXL: {str(error) or type(error).__name__}")
+@contextmanager
+def _translated(what: str = "the connection ended: ") -> Iterator[None]:
+    """Raise ConnectionEnded for what NIXL raises, which has many kinds."""
+    try:
+        yield
+    except ChannelError:  # of what is called during a wait
+        raise
+    except Exception as error:  # noqa: BLE001 - as above
+        raise ConnectionEnded(errno.ECONNRESET, f"{what}NIXL: {str(error) or type(error).__name__}") from None

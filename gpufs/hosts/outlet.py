@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar, get_args
 
-from gpufs.hosts import nixl
-from gpufs.hosts.channel import BLOCK_BYTES, ConnectionEnded, HostChannel, HostProtocolError
+import msgspec
+
+from gpufs import waiting
+from gpufs.hosts import messages, nixl
+from gpufs.hosts.channel import BLOCK_BYTES, ChannelError, ConnectionEnded, HostChannel, HostProtocolError
 from gpufs.hosts.messages import Chosen, Free, InPlace, Measure, Measured, Slot, Window, Written, plain
 from gpufs.hosts.nixl import Nixl, Region
 from gpufs.units import rate_text
 
 _PROGRESS_SECONDS: Final = 0.0005
+_END_SECONDS: Final = 2.0  # for what the other side still says after its end
+_LATE_SECONDS: Final = 10.0  # between the end of the results and that of the thread that has sent the files
 # The part of each large file that shows how fast slots are, with what it takes to read and write its bytes. The first
 # copies of a daemon are slower: its bounce buffers are pinned then.
 _TIMED_FROM: Final = 256 << 20
@@ -28,12 +35,10 @@ T = TypeVar("T", Measured, Free, Window)
 
 @dataclass(eq=False)
 class Outlet:
-    """Sends the bytes of files. One thread sends; the thread that receives calls take() and end()."""
+    """Sends the bytes of files. One thread uses it, in what run() calls."""
 
     channel: HostChannel  # to the receiver
     notice: Callable[[str], None]  # called with a line that says why NIXL does not move the bytes
-    _: KW_ONLY
-    peer_has_nixl: bool
 
     def __post_init__(self) -> None:
         self._block = memoryview(bytearray(BLOCK_BYTES))
@@ -44,24 +49,68 @@ class Outlet:
         self._in_place = False  # whether the receiver opens windows, and write() has not been slower
         self._timed: tuple[float, int] | None = None  # when the current file was at which offset
 
-    def take(self, message: _Answer) -> None:
-        """Take what the receiver has answered."""
+    def run(self, write: Callable[[], None], take: Callable[[messages.Report], None]) -> None:
+        """Send by ``write``, and receive on another thread until the receiver has finished. ``take`` gets its reports.
+
+        An error of one ends both. The one that says most is raised.
+        """
+        written = threading.Event()
+
+        def receive() -> None:
+            try:
+                self._receive(take)
+                if not written.wait(_LATE_SECONDS):
+                    raise HostProtocolError("the results ended before the files")
+            finally:
+                self.channel.stop()
+                for queue in self._answers.values():
+                    queue.put(None)
+
+        reading = waiting.start(receive)
+        ended: ChannelError | None = None
+        try:
+            write()
+            written.set()
+            wait([reading])
+        except ChannelError as error:
+            ended = error
+            if isinstance(error, ConnectionEnded):
+                wait([reading], _END_SECONDS)  # the results end as well, and may say why
+        finally:
+            written.set()
+            self.channel.stop()
+            wait([reading])
+            if self._nixl is not None:
+                self._nixl.close()
+        failure = reading.exception()
+        if failure is not None and (ended is None or type(failure) is not ChannelError):
+            raise failure
+        if ended is not None:
+            raise ended
+
+    def _receive(self, take: Callable[[messages.Report], None]) -> None:
+        while not isinstance(message := self.channel.receive(), messages.Finished):
+            if isinstance(message, messages.Report):
+                take(message)
+            elif isinstance(message, _Answer):
+                self._take(message)
+            else:
+                raise HostProtocolError("no result")
+
+    def _take(self, message: _Answer) -> None:
         queue = self._answers[type(message)]
         if queue.qsize() >= nixl.SLOTS or (isinstance(message, Free) and message.number >= nixl.SLOTS):
             raise HostProtocolError("an answer that was not asked for")
         queue.put(message)
 
-    def end(self) -> None:
-        """Nothing more is received."""
-        for queue in self._answers.values():
-            queue.put(None)
-
-    def choose(self, size: int) -> None:
-        """Find out, if ``size`` bytes are worth it, whether NIXL is faster, and let the receiver know."""
-        if size < nixl.LEAST_BYTES:
-            return
-        if not (nixl.is_installed() and self.peer_has_nixl):
-            self._choose_pipe("NIXL is not installed on both machines (pip install nixl)")
+    def send_plan(self, plan: messages.Plan) -> None:
+        """Send the plan. Find out, if that is worth it, whether NIXL is faster, and let the receiver know."""
+        is_large = plan.size >= nixl.LEAST_BYTES
+        has_nixl = is_large and nixl.is_installed()
+        self.channel.send(msgspec.structs.replace(plan, nixl=has_nixl))
+        if not has_nixl:
+            if is_large:
+                self._choose_pipe(nixl.MISSING)
             return
         try:
             slots = Nixl()
@@ -82,7 +131,7 @@ class Outlet:
             return
         self._nixl, self._in_place = slots, answer.in_place
         for number in range(nixl.SLOTS):
-            self.take(Free(number))
+            self._take(Free(number))
         self.channel.send(Chosen(True))
 
     def begin(self) -> None:
@@ -160,11 +209,7 @@ class Outlet:
             while len(slots) < nixl.SLOTS:
                 slots.append(self._wait(Free, self._nixl).number)
             for number in slots:
-                self.take(Free(number))
-
-    def close(self) -> None:
-        if self._nixl is not None:
-            self._nixl.close()
+                self._take(Free(number))
 
     def _choose_pipe(self, reason: str) -> None:
         text = f"the bytes go through the pipe of the shell: {plain(reason)}"

@@ -6,31 +6,23 @@ import errno
 import os
 import shlex
 import subprocess
-import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
+from urllib.parse import quote
 
 from gpufs._version import __version__
-from gpufs.hosts import nixl
-from gpufs.hosts.channel import (
-    CancelSignal,
-    ChannelError,
-    ConnectionEnded,
-    HostChannel,
-    HostProtocolError,
-    RefusedError,
-)
-from gpufs.hosts.messages import VERSION, HostHello
+from gpufs.hosts.channel import CancelSignal, ChannelError, ConnectionEnded, HostChannel, RefusedError
+from gpufs.hosts.messages import VERSION
 from gpufs.hosts.names import HostName, ssh_argument
 from gpufs.syscalls import start_thread
 
 SHELL: Final = "ssh"
 PROGRAM: Final = "gpufs"
 COMMAND: Final = "serve-copy"
-# The first line of the other side: what comes before it is not gpufs.
-GREETING: Final = b"gpufs copy"
+# The first line of the other side, with the versions of the protocol and of gpufs: what comes before it is not gpufs.
+_GREETING: Final = "gpufs copy "
 _GREETING_BYTES: Final = 256
 _SILENCE_SECONDS: Final = 10.0
 _PASSWORD_SECONDS: Final = 600.0  # for the question of ssh, which comes first
@@ -38,18 +30,8 @@ _END_SECONDS: Final = 1.0
 _NOT_FOUND: Final = 127  # the exit code of shells
 
 
-def our_hello() -> HostHello:
-    return HostHello(VERSION, __version__, nixl.is_installed())
-
-
-def encoded(text: str) -> str:
-    """Return a command as one word that no shell changes. decoded() reverses it."""
-    return urllib.parse.quote(text, safe="")
-
-
-def decoded(word: str) -> str:
-    """Return the command that encoded() has made a word of."""
-    return urllib.parse.unquote(word)
+def greeting() -> bytes:
+    return f"{_GREETING}{VERSION} {__version__}".encode()
 
 
 class Peer:
@@ -63,7 +45,6 @@ class Peer:
         self, host: str, shell: str, program: str, cancel: CancelSignal | None = None, *, passes_on: bool = False
     ) -> None:
         self.host = host
-        self.has_nixl = False
         try:
             words = shlex.split(shell)
         except ValueError as error:
@@ -75,7 +56,8 @@ class Peer:
         # ssh joins its arguments by spaces, and the remote shell parses the whole.
         command: Sequence[str] = [*words, ssh_argument(host), *program.split(), COMMAND]
         if passes_on and (shell, program) != (SHELL, PROGRAM):
-            command = [*command, f"--shell={encoded(shell)}", f"--program={encoded(program)}"]
+            # Words that no shell changes.
+            command = [*command, f"--shell={quote(shell, safe='')}", f"--program={quote(program, safe='')}"]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
@@ -95,17 +77,15 @@ class Peer:
         self.channel = HostChannel(*fds, silence=_SILENCE_SECONDS, cancel=cancel)
 
     def greet(self) -> None:
-        """Wait for the other side, and agree on a version. OSError if that fails."""
-        line = self.channel.read_line(_GREETING_BYTES, _PASSWORD_SECONDS)
-        if line != GREETING:
-            text = f"{line.decode(errors='backslashreplace')!r} came instead of gpufs: is it printed by a shell's file?"
+        """Wait for the other side, which must speak our version of the protocol. OSError if that fails."""
+        line = self.channel.read_line(_GREETING_BYTES, _PASSWORD_SECONDS).decode(errors="backslashreplace")
+        if not line.startswith(_GREETING):
+            text = f"{line!r} came instead of gpufs: is it printed by a shell's file?"
             raise OSError(errno.EPROTO, text, self.host)
-        self.channel.send(our_hello())
-        hello = self.channel.receive()
-        if not isinstance(hello, HostHello):
-            raise HostProtocolError("no hello")
-        hello.check(self.host)
-        self.has_nixl = hello.nixl
+        version, _, program = line.removeprefix(_GREETING).partition(" ")
+        if version != str(VERSION):
+            text = f"gpufs {program} there speaks version {version} of the protocol, and this one {VERSION}"
+            raise OSError(errno.EPROTONOSUPPORT, f"{text}: install the same gpufs on both", self.host)
         self.channel.start_alive()
 
     def explain(self, error: ChannelError) -> OSError:

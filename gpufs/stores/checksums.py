@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 _MIB: Final = 1 << 20
 # The sizes of parts that programs upload with.
@@ -44,21 +44,17 @@ class Verification:
     def __init__(self, expected: Checksum | None, size: int) -> None:
         self._expected = expected
         self._whole = hashlib.sha256()
-        self._other = hashlib.md5(usedforsecurity=False)
-        self._parts: list[_Md5OfParts] = []
+        self._others: list[Any] = []  # of which one must have the expected value, unless that is a SHA-256
         if expected is not None and expected.kind == "git":
-            self._other = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-        if expected is not None and expected.kind == "parts":
-            self._parts = [_Md5OfParts(part) for part in expected.part_sizes]
+            self._others = [hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)]
+        elif expected is not None and expected.kind == "md5":
+            self._others = [hashlib.md5(usedforsecurity=False)]
+        elif expected is not None:
+            self._others = [_Md5OfParts(part) for part in expected.part_sizes]
 
     def update(self, data: memoryview) -> None:
-        self._whole.update(data)
-        if self._expected is None:
-            return
-        if self._expected.kind in ("git", "md5"):
-            self._other.update(data)
-        for parts in self._parts:
-            parts.update(data)
+        for checksum in (self._whole, *self._others):
+            checksum.update(data)
 
     @property
     def sha256(self) -> str:
@@ -70,11 +66,8 @@ class Verification:
         expected = self._expected
         if expected is None:
             return True
-        if expected.kind == "sha256":
-            return expected.value == self.sha256
-        if expected.kind == "parts":
-            return any(parts.hexdigest() == expected.value for parts in self._parts)
-        return expected.value == self._other.hexdigest()
+        values = [other.hexdigest() for other in self._others] if expected.kind != "sha256" else [self.sha256]
+        return expected.value in values
 
 
 class _Md5OfParts:

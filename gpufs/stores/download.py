@@ -1,4 +1,4 @@
-"""Loading one file of a store: its parts in flight at once, each requested once and written to all destinations."""
+"""Loading one file of a store: its parts in flight at once, each requested once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import closing
 from functools import partial
 from typing import Final
 
@@ -28,81 +29,65 @@ _REPORT_SECONDS: Final = 0.1
 _ATTRIBUTE: Final = "user.gpufs-parts"
 
 
-class Parts:
-    """An open file that is being loaded, and which of its parts it has. The list is stored with the file itself.
+class Download:
+    """Loads one file into an open file of its size, with which the list of the parts that have come is stored.
 
-    Thread-safe: finish() and needs().
+    ``pool`` runs the parts of all files that are loaded at once, which bounds their memory.
     """
 
-    def __init__(self, fd: int, file: StoreFile) -> None:
-        self.fd = fd
-        self.error: OSError | None = None  # of writing to it, which ends it
+    def __init__(self, file: StoreFile, fd: int, pool: Workers) -> None:
+        self._file = file
+        self._fd = fd
+        self._pool = pool
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()  # guards what the threads of the pool change
         # Others may read the file: no query, which may be signed, and no password.
         self._source = {"url": file.url.shown, "size": file.size, "version": file.version, "part": PART_BYTES}
-        self._count = -(-file.size // PART_BYTES)
+        self._count = -(-file.size // PART_BYTES)  # parts
         self._finished = 0  # one bit for each part: an attribute's value is at most 64 KiB long
-        self._size = file.size
-        self._lock = threading.Lock()
+        self.kept = 0  # bytes that an earlier copy had stored
+        self.moved = 0  # bytes that have arrived
+        self.size = file.size  # may be another one once the file has been loaded as a whole
+        self.is_whole = False  # whether it has been loaded from its start
+        self.running: list[Future[None]] = []  # parts that may still be written, although run() has ended
 
     def resume(self) -> bool:
         """Take over the parts that an earlier copy of the same content has stored. False if there are none."""
         try:
-            stored = json.loads(os.getxattr(self.fd, _ATTRIBUTE))
+            stored = json.loads(os.getxattr(self._fd, _ATTRIBUTE))
             finished = int(stored.pop("finished"), 16)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         if not stored.get("version") or stored != self._source or finished >> self._count:
             return False
         self._finished = finished
+        self.kept = self.bytes_done
         return True
 
-    def needs(self, part: int) -> bool:
-        return not self._finished >> part & 1
-
-    def finish(self, part: int) -> None:
-        with self._lock:
-            self._finished |= 1 << part
-            # After the part's bytes: what is listed is there, whenever this process ends.
-            text = json.dumps({**self._source, "finished": f"{self._finished:x}"})
-            os.setxattr(self.fd, _ATTRIBUTE, text.encode())
-
-    def end(self) -> None:
-        """Remove the list, from a complete file."""
+    def forget(self) -> None:
+        """Remove the list: the file is complete, or is loaded from its start."""
+        self._finished = 0
         try:
-            os.removexattr(self.fd, _ATTRIBUTE)
+            os.removexattr(self._fd, _ATTRIBUTE)
         except OSError as error:
             if error.errno != errno.ENODATA:
                 raise
 
-    def restart(self) -> None:
-        """Forget the parts: the file is loaded from its start."""
-        self._finished = 0
-        self.end()
-
     @property
     def bytes_done(self) -> int:
         done = self._finished.bit_count() * PART_BYTES
-        last_is_done = self._count > 0 and not self.needs(self._count - 1)
-        return done - (self._count * PART_BYTES - self._size) * last_is_done
+        last_is_done = self._count > 0 and not self._needs(self._count - 1)
+        return done - (self._count * PART_BYTES - self._file.size) * last_is_done
 
+    def _needs(self, part: int) -> bool:
+        return not self._finished >> part & 1
 
-class Download:
-    """Loads one file into one or several others of its size.
-
-    One that cannot be written gets its ``error``, and the others go on. ``pool`` runs the parts of all files that are
-    loaded at once, which bounds their memory.
-    """
-
-    def __init__(self, file: StoreFile, destinations: Sequence[Parts], pool: Workers) -> None:
-        self._file = file
-        self._destinations = destinations
-        self._pool = pool
-        self._stopped = threading.Event()
-        self._lock = threading.Lock()  # guards moved
-        self.moved = 0  # bytes that have arrived
-        self.size = file.size  # may be another one once the file has been loaded as a whole
-        self.is_whole = False  # whether it has been loaded from its start
-        self.running: list[Future[None]] = []  # parts that may still be written, although run() has ended
+    def _finish(self, part: int) -> None:
+        with self._lock:
+            self._finished |= 1 << part
+            # After the part's bytes: what is listed is there, whenever this process ends.
+            text = json.dumps({**self._source, "finished": f"{self._finished:x}"})
+            os.setxattr(self._fd, _ATTRIBUTE, text.encode())
 
     def run(
         self, report: Callable[[int], None], cancelled: Callable[[], bool], check_space: Callable[[int], None]
@@ -111,15 +96,13 @@ class Download:
 
         ``report`` is called about ten times a second with the bytes that have arrived. OSError ECANCELED once
         ``cancelled``; StoreError if the store fails. ``check_space`` is called with the bytes that the file has more
-        than was known, and sets the errors of destinations.
+        than was known, and raises OSError if they do not fit.
         """
         if self._file.is_plain:
             self._run(lambda _: self._load_whole(check_space), [0], report, cancelled)
             return
-        parts = range(-(-self._file.size // PART_BYTES))
-        needed = [part for part in parts if any(end.needs(part) for end in self._destinations)]
         try:
-            self._run(self._load, needed, report, cancelled)
+            self._run(self._load, list(filter(self._needs, range(self._count))), report, cancelled)
         except StoreError as error:
             # The server sends whole files only; or it names the parts differently, as several servers behind one
             # address do, and all parts must be of one file.
@@ -157,8 +140,10 @@ class Download:
         while offset < end:
             before = offset
             try:
-                for chunk in self._chunks(offset, end):
-                    self._write(part, chunk, offset)
+                for chunk in self._file.read(offset, end):
+                    self._write(chunk, offset)
+                    with self._lock:
+                        self.moved += len(chunk)
                     offset += len(chunk)
                 if offset < end:
                     text = f"the store sent too few bytes: a range ended at {offset} instead of {end}"
@@ -170,77 +155,31 @@ class Download:
                 if tries == errors.TRIES:
                     raise
                 errors.wait(tries, self._stopped)
-        for destination in self._destinations:
-            try:
-                if destination.error is None and destination.needs(part):
-                    destination.finish(part)
-            except OSError as error:
-                destination.error = error
+        self._finish(part)
 
     def _load_whole(self, check_space: Callable[[int], None]) -> None:
         """Load the file by one request. After a failure it begins again: the next answer may be another file."""
         assert self._file.whole is not None
-        self.is_whole = True
-        for destination in self._destinations:
-            try:
-                destination.restart()
-            except OSError as error:
-                destination.error = error
-        for number in range(1, errors.TRIES + 1):
-            try:
-                done = self._receive_whole(self._file.whole(), check_space)
-                break
-            except StoreError as error:
-                if not error.transient or number == errors.TRIES:
-                    raise
-                errors.wait(number, self._stopped)
-        self.size = done
-        for destination in self._destinations:
-            try:
-                if destination.error is None:
-                    os.ftruncate(destination.fd, done)
-            except OSError as error:
-                destination.error = error
+        self.is_whole, self.kept = True, 0
+        self.forget()
+        errors.retried(partial(self._receive_whole, self._file.whole, check_space), errors.TRIES, self._stopped)
+        self.size = self.moved
+        os.ftruncate(self._fd, self.size)
 
-    def _receive_whole(self, answer: WholeFile, check_space: Callable[[int], None]) -> int:
+    def _receive_whole(self, request: Callable[[], WholeFile], check_space: Callable[[int], None]) -> None:
         self.moved = 0
-        try:
+        with closing(request()) as answer:
             if answer.size is not None and answer.size > self.size:
                 check_space(answer.size - self.size)
                 self.size = answer.size
             for chunk in answer:
-                self._check_stopped()
-                self._write(None, memoryview(chunk), self.moved)
+                self._write(chunk, self.moved)
                 self.moved += len(chunk)
-        finally:
-            answer.close()
-        return self.moved
 
-    def _chunks(self, offset: int, end: int) -> Iterator[memoryview]:
-        """Yield what a request returns, until the download has stopped."""
-        for chunk in self._file.read(offset, end):
-            self._check_stopped()
-            with self._lock:
-                self.moved += len(chunk)
-            yield memoryview(chunk)
-
-    def _check_stopped(self) -> None:
+    def _write(self, chunk: bytes, offset: int) -> None:
         if self._stopped.is_set():
             raise os_error(errno.ECANCELED)
-
-    def _write(self, part: int | None, chunk: memoryview, offset: int) -> None:
-        """Write a chunk to all destinations that lack its part."""
-        left = False
-        for destination in self._destinations:
-            if destination.error is not None or (part is not None and not destination.needs(part)):
-                continue
-            try:
-                write_at(destination.fd, chunk, offset)
-                left = True
-            except OSError as error:
-                destination.error = error
-        if not left:
-            raise OSError(errno.ECANCELED, "all destinations have failed")
+        write_at(self._fd, memoryview(chunk), offset)
 
 
 def sha256_of_stored(file: StoreFile, cancelled: Callable[[], bool]) -> str:

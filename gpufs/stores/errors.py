@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from gpufs.stores.urls import UNSAFE, Url
+from gpufs.stores.urls import SCHEMES, UNSAFE, Url
 from gpufs.syscalls import os_error
 
 _Result = TypeVar("_Result")
@@ -38,15 +38,6 @@ TRIES: Final = 8
 # For requests that come before any byte: the URL may be wrong.
 FIRST_TRIES: Final = 4
 
-_CREDENTIALS: Final = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
-    "http": "the server asks for a password or a signed URL",
-    "https": "the server asks for a password or a signed URL",
-    "hf": "set HF_TOKEN to a valid token, and accept the model's conditions on its page",
-}
-
 
 class StoreError(OSError):
     """A failure of a store.
@@ -61,75 +52,80 @@ class StoreError(OSError):
 
 def failure(error: Exception, url: Url) -> StoreError:
     """Return the error for the user for one that obstore has raised."""
-    from obstore import exceptions
-
     text = str(error)[:_MOST_TEXT]
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
-    if (found := _CERTIFICATE.search(text)) is not None:
-        return certificate_failure(found[1], url)
-    if "No CA certificates were loaded" in text:
-        missing = "no certificates of authorities are installed: install ca-certificates, or set SSL_CERT_FILE"
-        return StoreError(errno.EPROTO, missing, url.shown)
-    if (found := _ODD_KEY.search(text)) is not None:
-        odd = f"the key {found[1]} has {UNSAFE}"
-        what = "with it a directory cannot be listed: name the other files, or a directory below"
-        return StoreError(errno.EINVAL, f"{odd}; {what}", url.shown)
-    if "InvalidObjectState" in text:
-        return StoreError(errno.EACCES, "is archived (Glacier): restore the object first", url.shown)
-    if "NoSuchBucket" in text:
-        return StoreError(errno.ENOENT, f"the bucket {url.place} does not exist", url.shown)
-    if status in (404, 410) or (isinstance(error, FileNotFoundError) and not status):
-        return StoreError(errno.ENOENT, f"the file{' or its bucket' * url.is_bucket} does not exist", url.shown)
-    if isinstance(error, exceptions.NotSupportedError):
-        return StoreError(errno.EOPNOTSUPP, "the server sends whole files only", url.shown)
-    if isinstance(error, exceptions.PreconditionError) or status in (412, 416):
-        return StoreError(errno.ESTALE, "has changed during the copy: copy it again", url.shown)
-    if _REGION.search(text):
-        region = re.search(r"expecting '([\w-]{1,64})'|<Region>([\w-]{1,64})<", text)
-        name = (region[1] or region[2]) if region else "that of the bucket"
-        return StoreError(errno.EINVAL, f"the bucket is in another region: set AWS_REGION to {name}", url.shown)
-    if isinstance(error, exceptions.UnauthenticatedError) or status == 401:
-        return StoreError(errno.EACCES, f"the credentials are missing or wrong: {_CREDENTIALS[url.scheme]}", url.shown)
-    if url.is_bucket and _NO_CREDENTIALS.search(text):
-        return StoreError(errno.EACCES, f"no credentials were found: {_CREDENTIALS[url.scheme]}", url.shown)
-    if isinstance(error, exceptions.PermissionDeniedError) or status == 403:
-        return StoreError(errno.EACCES, f"access is denied: {_CREDENTIALS[url.scheme]}", url.shown)
-    if url.scheme == "s3" and status == 400:  # HEAD has no body that says why
-        text = "the request is refused: AWS_REGION is not the bucket's, or the credentials have expired"
-        return StoreError(errno.EINVAL, text, url.shown)
+    if (meaning := _meaning(error, text, status, url)) is not None:
+        return StoreError(*meaning, url.shown)
     transient = _is_transient(status) or (not status and _CONNECTION.search(text) is not None)
     return StoreError(errno.EIO, _reason(text), url.shown, transient=transient)
 
 
+def _meaning(error: Exception, text: str, status: int, url: Url) -> tuple[int, str] | None:
+    """Return the errno and text of a failure that is known, and that another try does not mend."""
+    from obstore import exceptions
+
+    if (found := _CERTIFICATE.search(text)) is not None:
+        return certificate_failure(found[1])
+    if "No CA certificates were loaded" in text:
+        missing = "no certificates of authorities are installed: install ca-certificates, or set SSL_CERT_FILE"
+        return errno.EPROTO, missing
+    if (found := _ODD_KEY.search(text)) is not None:
+        what = "with it a directory cannot be listed: name the other files, or a directory below"
+        return errno.EINVAL, f"the key {found[1]} has {UNSAFE}; {what}"
+    if "InvalidObjectState" in text:
+        return errno.EACCES, "is archived (Glacier): restore the object first"
+    if "NoSuchBucket" in text:
+        return errno.ENOENT, f"the bucket {url.place} does not exist"
+    if status in (404, 410) or (isinstance(error, FileNotFoundError) and not status):
+        return errno.ENOENT, f"the file{' or its bucket' * url.is_bucket} does not exist"
+    if isinstance(error, exceptions.NotSupportedError):
+        return errno.EOPNOTSUPP, "the server sends whole files only"
+    if isinstance(error, exceptions.PreconditionError) or status in (412, 416):
+        return errno.ESTALE, "has changed during the copy: copy it again"
+    if _REGION.search(text):
+        region = re.search(r"expecting '([\w-]{1,64})'|<Region>([\w-]{1,64})<", text)
+        name = (region[1] or region[2]) if region else "that of the bucket"
+        return errno.EINVAL, f"the bucket is in another region: set AWS_REGION to {name}"
+    if isinstance(error, exceptions.UnauthenticatedError) or status == 401:
+        return _denied(url, "the credentials are missing or wrong")
+    if url.is_bucket and _NO_CREDENTIALS.search(text):
+        return _denied(url, "no credentials were found")
+    if isinstance(error, exceptions.PermissionDeniedError) or status == 403:
+        return _denied(url)
+    if url.scheme == "s3" and status == 400:  # HEAD has no body that says why
+        return errno.EINVAL, "the request is refused: AWS_REGION is not the bucket's, or the credentials have expired"
+    return None
+
+
+def _denied(url: Url, what: str = "access is denied") -> tuple[int, str]:
+    return errno.EACCES, f"{what}: {SCHEMES[url.scheme].credentials}"
+
+
 def of_status(status: int, url: Url, code: str | None) -> StoreError:
     """Return the error for the status of an answer. ``code``: what the Hub says about it."""
+    meaning = errno.EIO, f"the server does not answer as expected: status {status}"
     if url.scheme == "hf" and code == "RevisionNotFound":
-        return StoreError(errno.ENOENT, f"the revision {url.revision} does not exist", url.shown)
-    if url.scheme == "hf" and code == "RepoNotFound":
-        text = f"the {url.kind} {url.place} does not exist, or it is private: set HF_TOKEN"
-        return StoreError(errno.ENOENT, text, url.shown)
-    if url.scheme == "hf" and code == "GatedRepo":
-        return StoreError(errno.EACCES, f"access is denied: {_CREDENTIALS['hf']}", url.shown)
-    if status in (404, 410):
-        return StoreError(errno.ENOENT, "the file does not exist", url.shown)
-    if status in (401, 403):
-        what = "access is denied" if status == 403 else "the credentials are missing or wrong"
-        return StoreError(errno.EACCES, f"{what}: {_CREDENTIALS[url.scheme]}", url.shown)
-    transient = _is_transient(status)
-    return StoreError(
-        errno.EIO, f"the server does not answer as expected: status {status}", url.shown, transient=transient
-    )
+        meaning = errno.ENOENT, f"the revision {url.revision} does not exist"
+    elif url.scheme == "hf" and code == "RepoNotFound":
+        meaning = errno.ENOENT, f"the {url.kind} {url.place} does not exist, or it is private: set HF_TOKEN"
+    elif status in (404, 410):
+        meaning = errno.ENOENT, "the file does not exist"
+    elif status == 403 or (url.scheme == "hf" and code == "GatedRepo"):
+        meaning = _denied(url)
+    elif status == 401:
+        meaning = _denied(url, "the credentials are missing or wrong")
+    return StoreError(*meaning, url.shown, transient=_is_transient(status))
 
 
 def _is_transient(status: int) -> bool:
     return status in _RETRIED_STATUS or (status >= 500 and status != _NOT_IMPLEMENTED)
 
 
-def certificate_failure(reason: str, url: Url) -> StoreError:
-    """Return the error for a certificate that is not trusted."""
+def certificate_failure(reason: str) -> tuple[int, str]:
+    """Return the errno and text for a certificate that is not trusted."""
     text = f"the server's certificate is not trusted ({reason}): SSL_CERT_FILE names a file with that of its authority"
-    return StoreError(errno.EPROTO, text, url.shown)
+    return errno.EPROTO, text
 
 
 def _reason(text: str) -> str:
@@ -154,15 +150,15 @@ def missing_package(url: Url, package: str) -> StoreError:
     return StoreError(errno.ENOPKG, text, url.shown)
 
 
-def retried(work: Callable[[], _Result]) -> _Result:
+def retried(work: Callable[[], _Result], tries: int = FIRST_TRIES, stopped: threading.Event | None = None) -> _Result:
     """Return what ``work``, one request to a store, returns. It is called again after transient failures."""
-    for number in range(1, FIRST_TRIES):
+    for number in range(1, tries):
         try:
             return work()
         except StoreError as error:
             if not error.transient:
                 raise
-            wait(number, threading.Event())
+            wait(number, stopped or threading.Event())
     return work()
 
 

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from gpufs.stores.checksums import Checksum, of_etag
-from gpufs.stores.errors import TRIES, StoreError, failure, missing_package, retried, wrong_answer
-from gpufs.stores.urls import Url
+from gpufs.stores.errors import StoreError, failure, missing_package, retried, wrong_answer
+from gpufs.stores.urls import SCHEMES, Url
 from gpufs.stores.web import WholeFile, authorization
 
 if TYPE_CHECKING:
@@ -151,31 +151,31 @@ def open_store(url: Url, *, retries: int = 0, token: str | None = None) -> Objec
     except OSError as error:
         raise StoreError(error.errno or errno.EIO, f"AWS_CA_BUNDLE is {bundle}: {error.strerror}", url.shown) from None
     with translated(url):
-        from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+        from obstore import store as classes
 
         # The URL says http, or the variable with the store's endpoint does.
         longest = _LONGEST_UPLOAD if retries else _LONGEST
         client: ClientConfig = {"allow_http": True, "timeout": longest, "read_timeout": _SILENT}
         if header := authorization(url, token):
             client["default_headers"] = {"authorization": header}
-        retry: Any = {"max_retries": retries}
-        if url.scheme == "s3":
-            if certificates:
-                client["root_certificate"] = certificates
-            return S3Store(url.place, client_options=client, retry_config=retry)
-        if url.scheme == "gs":
-            return GCSStore(url.place, client_options=client, retry_config=retry)
-        if url.scheme == "az":
-            return AzureStore(url.place, client_options=client, retry_config=retry)
-        return HTTPStore.from_url(url.without_user, client_options=client, retry_config=retry)
+        if certificates:
+            client["root_certificate"] = certificates
+        kind: Any = getattr(classes, SCHEMES[url.scheme].store)
+        make, place = (kind, url.place) if url.is_bucket else (kind.from_url, url.without_user)
+        store: ObjectStore = make(place, client_options=client, retry_config={"max_retries": retries})
+        return store
 
 
-def upload(fd: int, size: int, modified: str, url: Url, read: Callable[[int], None]) -> Checksum | None:
+def upload(
+    store: ObjectStore, fd: int, size: int, modified: str, url: Url, read: Callable[[int], None]
+) -> Checksum | None:
     """Store a file and return the checksum that the store has for it, None if it has none. Closes its descriptor.
 
-    ``modified``: the time that the object notes as that of its source. ``read`` is called with the bytes read so far.
-    An exception that it raises ends the upload.
+    Either all of it is stored or nothing. ``store``: with retries. ``modified``: the time that the object notes as that
+    of its source. ``read`` is called with the bytes read so far. An exception that it raises ends the upload.
     """
+    import obstore
+
     part_bytes = _PART_BYTES
     while part_bytes * _MOST_PARTS < size:
         part_bytes *= 2
@@ -194,8 +194,15 @@ def upload(fd: int, size: int, modified: str, url: Url, read: Callable[[int], No
             read(end)
             yield bytes(part)
 
+    content: Any = parts()
+    how: Any = {"attributes": {_MODIFIED: modified} if modified else None, "use_multipart": size > part_bytes}
     try:
-        etag = _write(url, size, modified, parts(), part_bytes)
+        with translated(url):
+            if size > part_bytes:
+                how |= {"chunk_size": part_bytes, "max_concurrency": 4}  # these parts are all the memory that it uses
+            else:
+                content = b"".join(content)
+            etag = obstore.put(store, url.key, content, **how)["e_tag"]
     finally:
         os.close(fd)
     if url.scheme != "s3":
@@ -204,23 +211,6 @@ def upload(fd: int, size: int, modified: str, url: Url, read: Callable[[int], No
     if checksum is not None and checksum.kind == "parts":
         return Checksum("parts", checksum.value, (part_bytes,))
     return checksum
-
-
-def _write(url: Url, size: int, modified: str, chunks: Iterator[bytes], part_bytes: int) -> str | None:
-    """Write a file of an object store and return its ETag. Either all of it is written or nothing.
-
-    ``chunks``: the content, in pieces of ``part_bytes``; an exception there ends it.
-    """
-    import obstore
-
-    store = open_store(url, retries=TRIES)
-    noted: Any = {_MODIFIED: modified} if modified else None
-    with translated(url):
-        if size <= part_bytes:
-            return obstore.put(store, url.key, b"".join(chunks), attributes=noted, use_multipart=False)["e_tag"]
-        # The parts in flight are all the memory that it uses.
-        how: Any = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": 4}
-        return obstore.put(store, url.key, chunks, attributes=noted, **how)["e_tag"]
 
 
 def noted_of(store: ObjectStore, url: Url) -> tuple[int, str | None]:

@@ -44,17 +44,12 @@ def find(url: Url, *, recursive: bool) -> list[StoreFile]:
         return [_web_file(url)]
     else:
         store = open_store(url)
-        if not url.is_pattern and not url.is_directory:
-            try:
-                file = _bucket_file(store, url)
-            except StoreError as error:
-                if error.errno != errno.ENOENT:
-                    raise
-            else:
-                if recursive and _has_files_below(store, url):
-                    text = "is an object and a directory: end it with a slash for the directory, or leave out -r"
-                    raise StoreError(errno.EINVAL, text, url.shown)
-                return [file]
+        file = None if url.is_pattern or url.is_directory else _stored(store, url)
+        if file is not None:
+            if recursive and retried(lambda: any(_steps(store, url, url.key, 1))):
+                text = "is an object and a directory: end it with a slash for the directory, or leave out -r"
+                raise StoreError(errno.EINVAL, text, url.shown)
+            return [file]
         found = _listed(store, url)
     return _select(url, found, recursive=recursive)
 
@@ -134,10 +129,6 @@ def _meta(store: ObjectStore, url: Url, key: str, ask: Callable[[ObjectStore, st
     return retried(ask_once)
 
 
-def _bucket_file(store: ObjectStore, url: Url) -> StoreFile:
-    return _of_meta(store, url, _meta(store, url, url.key))
-
-
 def _of_meta(store: ObjectStore, url: Url, meta: FileMeta) -> StoreFile:
     checksum = of_etag(meta.e_tag, meta.size) if url.scheme == "s3" else None
     etag = meta.strong_etag
@@ -194,10 +185,6 @@ def _listed(store: ObjectStore, url: Url) -> list[StoreFile]:
     return [file for file in found if file.size or file.url.key in real]
 
 
-def _has_files_below(store: ObjectStore, url: Url) -> bool:
-    return retried(lambda: any(_steps(store, url, url.key, 1)))
-
-
 def below(url: Url) -> list[StoreFile]:
     """Return all files below a directory of an object store; an empty list if there is no such directory."""
     prefix = f"{url.key.rstrip('/')}/".lstrip("/")
@@ -212,7 +199,7 @@ def stored(url: Url) -> StoreFile | None:
 
 def _stored(store: ObjectStore, url: Url) -> StoreFile | None:
     try:
-        return _bucket_file(store, url)
+        return _of_meta(store, url, _meta(store, url, url.key))
     except StoreError as error:
         if error.errno == errno.ENOENT:
             return None

@@ -92,23 +92,10 @@ def list_files(url: Url) -> list[StoreFile]:
     files = []
     for entry in sorted(model.siblings, key=lambda entry: entry.rfilename):
         # The commit, not the branch: all files are of one state.
-        of_file, at = _named(url, entry.rfilename, model.sha)
         checksum = Checksum("sha256", entry.lfs.sha256) if entry.lfs else Checksum("git", entry.blobId)
-        # No ETag: that of the answer is of the server to which the Hub redirects.
-        file = StoreFile(
-            of_file,
-            entry.rfilename,
-            entry.size,
-            "",
-            checksum.value,
-            checksum,
-            partial(_store_of, at, token),
-            "",
-            partial(WholeFile, at, token),
-            modified_ns=nanoseconds(model.lastModified),  # of the latest commit: the file is not newer
-            cached=_with_size(os.path.join(cache, "blobs", checksum.value), entry.size),
-        )
-        files.append(file)
+        cached = _with_size(os.path.join(cache, "blobs", checksum.value), entry.size)
+        modified_ns = nanoseconds(model.lastModified)  # of the latest commit: the file is not newer
+        files.append(_file(url, entry.rfilename, model.sha, entry.size, checksum, modified_ns, cached, token))
     return files
 
 
@@ -117,8 +104,17 @@ def _store_of(at: Url, token: str | None) -> ObjectStore:
     return open_store(at, token=token)
 
 
-def _named(url: Url, name: str, commit: str) -> tuple[Url, Url]:
-    """Return the URL of a file as the user would write it, and the one from which it is loaded."""
+def _file(
+    url: Url,
+    name: str,
+    commit: str,
+    size: int,
+    checksum: Checksum,
+    modified_ns: int | None,
+    cached: str | None,
+    token: str | None = None,
+) -> StoreFile:
+    """Return a file of a revision, with the URL as the user would write it, and the one from which it is loaded."""
     import huggingface_hub as hub
     from huggingface_hub import constants
 
@@ -127,7 +123,11 @@ def _named(url: Url, name: str, commit: str) -> tuple[Url, Url]:
     revision = f"@{url.revision}" if url.revision else ""
     kind = "" if url.kind == "model" else f"{url.kind}s/"
     of_file = replace(url, text=f"hf://{kind}{url.place}{revision}/{name}", key=name)
-    return of_file, replace(of_file, text=address)
+    at = replace(of_file, text=address)
+    # No ETag: that of the answer is of the server to which the Hub redirects.
+    opened, whole = partial(_store_of, at, token), partial(WholeFile, at, token)
+    known = (of_file, name, size, "", checksum.value, checksum, opened, "", whole)
+    return StoreFile(*known, modified_ns=modified_ns, cached=cached)
 
 
 def _cache_folder(url: Url) -> str:
@@ -163,9 +163,7 @@ def _cached_files(url: Url) -> list[StoreFile]:
             status = os.stat(path)
             value = os.path.basename(os.path.realpath(path))
             checksum = Checksum("sha256" if len(value) == _SHA256_DIGITS else "git", value)
-            of_file, at = _named(url, below, commit)
-            known = (of_file, below, status.st_size, "", value, checksum, partial(_store_of, at, None), "")
-            files.append(StoreFile(*known, modified_ns=status.st_mtime_ns, cached=path))
+            files.append(_file(url, below, commit, status.st_size, checksum, status.st_mtime_ns, path))
     if not files:
         text = f"is not in {folder}, and HF_HUB_OFFLINE is set"
         raise StoreError(errno.ENOENT, text, url.shown)

@@ -6,12 +6,42 @@ import errno
 import posixpath
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_BUCKETS: Final = ("s3", "gs", "az")
-_SCHEMES: Final = (*_BUCKETS, "http", "https", "hf")
+
+
+class Scheme(NamedTuple):
+    """What has the files of a URL. ``store``: its class in obstore. ``credentials``: what to do if they are refused."""
+
+    store: str
+    credentials: str
+    is_bucket: bool = False
+    is_web: bool = False
+
+
+_OF_SERVERS: Final = Scheme("HTTPStore", "the server asks for a password or a signed URL", is_web=True)
+SCHEMES: Final = {
+    "s3": Scheme(
+        "S3Store",
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
+        is_bucket=True,
+    ),
+    "gs": Scheme(
+        "GCSStore",
+        "set GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
+        is_bucket=True,
+    ),
+    "az": Scheme(
+        "AzureStore",
+        "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+        is_bucket=True,
+    ),
+    "http": _OF_SERVERS,
+    "https": _OF_SERVERS,
+    "hf": Scheme("HTTPStore", "set HF_TOKEN to a valid token, and accept the model's conditions on its page"),
+}
 # The Hub's kinds of repositories by the first part of their URLs, as huggingface_hub names them; models need none.
 HUB_KINDS: Final = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _PATTERN: Final = re.compile(r"[*?[]")
@@ -21,7 +51,7 @@ UNSAFE: Final = "an empty part or one that is . or .., or a control character"
 @dataclass(frozen=True, slots=True)
 class Url:
     text: str  # as it was given
-    scheme: str  # "s3", "gs", "az", "http", "https" or "hf"
+    scheme: str  # one of SCHEMES
     place: str  # the bucket or container, the web server, or the Hub's ORG/MODEL
     key: str  # the path there, without a slash at its start. Of a web server's file: unquoted, without the query.
     revision: str | None = None  # of a model on the Hub
@@ -49,11 +79,11 @@ class Url:
     @property
     def is_web(self) -> bool:
         """Whether a web server has the file: it cannot list directories, and takes no uploads."""
-        return self.scheme in ("http", "https")
+        return SCHEMES[self.scheme].is_web
 
     @property
     def is_bucket(self) -> bool:
-        return self.scheme in _BUCKETS
+        return SCHEMES[self.scheme].is_bucket
 
     @property
     def is_pattern(self) -> bool:
@@ -85,14 +115,14 @@ def parse(text: str) -> Url:
     """Return what a URL names. OSError EINVAL, with the remedy, if that cannot be."""
     scheme, _, rest = text.partition("://")
     scheme = scheme.lower()
-    if scheme not in _SCHEMES:
-        schemes = ", ".join(f"{one}://" for one in _SCHEMES)
+    if scheme not in SCHEMES:
+        schemes = ", ".join(f"{one}://" for one in SCHEMES)
         raise _refused(text, f"{scheme}:// is not one of {schemes} (a file of this name is ./NAME)")
     if any(ord(character) < 32 for character in text):
         raise _refused(text, "has a control character")
     if scheme == "hf":
         return _parse_hub(text, rest)
-    if scheme in _BUCKETS:
+    if SCHEMES[scheme].is_bucket:
         place, _, key = rest.partition("/")
         if not place:
             raise _refused(text, f"names no bucket: {scheme}://BUCKET/KEY")

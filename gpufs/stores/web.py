@@ -113,7 +113,7 @@ class WholeFile:
     def _failure(self, error: Exception) -> StoreError:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(reason, ssl.SSLCertVerificationError):
-            return certificate_failure(reason.verify_message, self._url)
+            return StoreError(*certificate_failure(reason.verify_message), self._url.shown)
         if isinstance(reason, (ValueError, http.client.InvalidURL)):
             return StoreError(errno.EINVAL, f"is not a URL that can be requested: {reason}", self._url.shown)
         text = f"the server does not answer as expected: {type(reason).__name__}: {reason}"

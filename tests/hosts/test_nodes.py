@@ -803,14 +803,12 @@ FAKE = """
 import sys
 from gpufs.hosts.channel import HostChannel
 from gpufs.hosts.messages import *
-from gpufs.hosts.peer import GREETING, our_hello
+from gpufs.hosts.peer import greeting
 channel = HostChannel(0, 1, silence=30)
-channel.write_line(GREETING)
 attributes = FileAttributes(0o100644, 0, 0, 0, 0)
-hello = our_hello()
+line = greeting()
 {before}
-channel.send(hello)
-channel.receive()
+channel.write_line(line)
 channel.receive()
 channel.send(Plan(3, 3))
 {after}
@@ -832,8 +830,8 @@ def fake(path: Path, *, before: str = "", after: str = "") -> tuple[str, ...]:
 def test_a_sender_that_names_other_files(root: Path, host: Path, tmp_path: Path, name: str) -> None:
     """It chooses names below the destination, and nothing else."""
     after = f"""
-channel.send(Enter(0, b"tree", b"tree", True, FileAttributes(0o40755, 0, 0, 0, 0)))
-channel.send(File(0, 0, {name.encode()!r}, b"p", 3, 3, True, attributes))
+channel.send(Found(0, b"tree", b"tree", FileAttributes(0o40755, 0, 0, 0, 0), True))
+channel.send(Found(0, {name.encode()!r}, b"p", attributes, True, size=3, data=3))
 channel.send_data(memoryview(b"abc"))
 channel.send(End())
 """
@@ -845,10 +843,10 @@ channel.send(End())
 def test_a_link_of_the_sender_is_not_followed(root: Path, host: Path, tmp_path: Path) -> None:
     after = f"""
 directory = FileAttributes(0o40755, 0, 0, 0, 0)
-channel.send(Enter(0, b"tree", b"tree", True, directory))
-channel.send(Link(0, b"x", b"x", {os.fsencode(host)!r}, attributes))
-channel.send(Enter(0, b"x", b"x", True, directory))
-channel.send(File(0, 0, b"file", b"file", 3, 3, True, attributes))
+channel.send(Found(0, b"tree", b"tree", directory, True))
+channel.send(Found(0, b"x", b"x", FileAttributes(0o120777, 0, 0, 0, 0), True, {os.fsencode(host)!r}))
+channel.send(Found(0, b"x", b"x", directory, True))
+channel.send(Found(0, b"file", b"file", attributes, True, size=3, data=3))
 channel.send_data(memoryview(b"abc"))
 channel.send(End())
 channel.receive()
@@ -864,7 +862,7 @@ channel.send(Leave())
 @pytest.mark.parametrize("sent", [b"abc", b"abd"])
 def test_bytes_that_change_on_the_way(root: Path, tmp_path: Path, sent: bytes) -> None:
     after = f"""
-channel.send(File(0, 0, b"file", b"/file", 3, 3, True, attributes))
+channel.send(Found(0, b"file", b"/file", attributes, True, size=3, data=3))
 channel.send_data(memoryview(b"abc"))
 channel.send(End("{hashlib.sha256(sent).hexdigest()}"))
 channel.receive()
@@ -880,7 +878,8 @@ channel.receive()
 
 def file(size: int, *sent: str, data: int | None = None, attributes: str = "attributes") -> str:
     """What sends a file of this size, and then ``sent``."""
-    begun = f'channel.send(File(0, 0, b"f", b"/f", {size}, {size if data is None else data}, True, {attributes}))'
+    data = size if data is None else data
+    begun = f'channel.send(Found(0, b"f", b"/f", {attributes}, True, size={size}, data={data}))'
     return "\n".join([begun, *sent, "channel.send(End())"])
 
 
@@ -890,8 +889,8 @@ def raw(message: bytes) -> str:
 
 
 ABC = 'channel.send_data(memoryview(b"abc"))'
-ENTER = 'channel.send(Enter(0, b"{name}", b"d", True, FileAttributes(0o40755, 0, 0, 0, 0)))'
-LINK = 'channel.send(Link(0, b"f", b"/f", {target!r}, attributes))'
+ENTER = 'channel.send(Found(0, b"{name}", b"d", FileAttributes(0o40755, 0, 0, 0, 0), True))'
+LINK = 'channel.send(Found(0, b"f", b"/f", FileAttributes(0o120777, 0, 0, 0, 0), True, {target!r}))'
 
 
 @pytest.mark.parametrize(
@@ -919,7 +918,7 @@ LINK = 'channel.send(Link(0, b"f", b"/f", {target!r}, attributes))'
 )
 def test_a_sender_that_lies(root: Path, tmp_path: Path, after: str) -> None:
     """The copy ends with one line, in which no type of Python is named, and leaves no file."""
-    options = ("-r",) if "Enter" in after else ()
+    options = ("-r",) if "Leave" in after else ()
     text = refused_here(*options, "-p", *fake(tmp_path, after=f"{after}\n"), "node:/f", root / "copy")
     assert text.startswith("gpufs cp: node:")
     assert "Error" not in text
@@ -948,7 +947,7 @@ def test_a_receiver_that_lies(root: Path, tmp_path: Path, answer: str, options: 
     (root / "file").write_bytes(b"x")
     receive = f"""
 while not isinstance(message := channel.receive(), FilesDone):
-    if isinstance(message, File):
+    if isinstance(message, Found):
         {answer or "pass"}
 channel.send(Finished())
 channel.receive()
@@ -1010,7 +1009,7 @@ def test_a_file_that_changes_while_it_is_sent(session: Session, root: Path, host
 
 def test_another_version(root: Path, tmp_path: Path) -> None:
     """The line says what each side has."""
-    assert "version 7" in refused_here(*fake(tmp_path, before="hello.version = 7"), "node:/file", root)
+    assert "version 7" in refused_here(*fake(tmp_path, before="line = b'gpufs copy 7 2.0'"), "node:/file", root)
 
 
 # ---- wrong input ----
@@ -1092,7 +1091,6 @@ def test_a_peer_names_no_command(tmp_path: Path) -> None:
 import subprocess, msgspec
 from gpufs.hosts.channel import HostChannel
 from gpufs.hosts.messages import Failed, FilesDone, Finished, Plan
-from gpufs.hosts.peer import our_hello
 class Request(msgspec.Struct, tag=True):
     sends: bool
     sources: list[bytes]
@@ -1105,8 +1103,6 @@ for sends in (True, False):
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     channel = HostChannel(child.stdout.fileno(), child.stdin.fileno(), silence=30)
     channel.read_line(256, 30)
-    channel.send(our_hello())
-    channel.receive()
     channel.send(Request(sends, [b"x"], {os.fsencode(tmp_path)!r}, [b"h:x"], {str(trap)!r}, {str(trap)!r}))
     if not sends:
         channel.send(Plan(0, 0))
