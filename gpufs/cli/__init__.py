@@ -15,6 +15,9 @@ __all__ = ["main", "run_command_line"]
 
 # Errors of writing to standard output. Other failures with these codes name a file.
 _OUTPUT = (EBADF, EDQUOT, EFBIG, EIO, ENOSPC)
+# Commands that read or write where a file system may not answer, with such an option: how long they may run after the
+# first signal. A mount is ended then, too.
+_APART = {"save": ("", 5.0), "restore": ("", 5.0), "umount": ("--save", 5.0), "mount": ("--restore", 20.0)}
 # Objects between two garbage collections: loading a command's modules makes fewer, and none of them is garbage.
 _GARBAGE_THRESHOLD = 200_000
 
@@ -157,7 +160,13 @@ def main() -> NoReturn:
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as nohup has it
     if not ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    code = run_command_line()
+    option, seconds = _APART.get(next(iter(sys.argv[1:]), ""), (None, 0.0))
+    if option is not None and any(word.startswith(option) for word in sys.argv):
+        from gpufs.cli._apart import run_apart
+
+        code = run_apart(run_command_line, seconds)
+    else:
+        code = run_command_line()
     _discard_output(2)
     if not ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 from support.cli import fails, fails_here, gpufs, gpufs_here, mountpoint, open_directory, user_gpufs  # noqa: F401
-from support.data import KIB, MIB, noise
-from support.mounting import GPUFS, GpufsMount
+from support.data import GIB, KIB, MIB, left, noise
+from support.mounting import GPUFS, GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE, as_nobody, plain_user, run, wait_until
 from support.watchdog import mounted_at
 
@@ -324,6 +324,45 @@ def test_an_interrupted_save_leaves_nothing(root: Path, host: Path, number: sign
     _, text = process.communicate(timeout=PATIENCE)
     assert process.returncode == -number or (process.returncode == 0 and os.listdir(host) == ["save"]), text
     assert not [name for name in os.listdir(host) if name != "save"]
+
+
+@pytest.mark.parametrize(
+    "command", ["save", pytest.param("restore", marks=pytest.mark.slow), pytest.param("umount", marks=pytest.mark.slow)]
+)
+def test_a_signal_ends_a_command_whose_other_side_does_not_answer(mount: Mounter, command: str) -> None:
+    """Threads that wait in the kernel do not keep it, nor its output, and the next run finds nothing in its way."""
+    ours, other = mount(memory=GIB), mount(memory=512 * MIB)
+    (ours.device / "large").write_bytes(noise(PART + MIB))
+    for number in range(100):
+        (ours.device / f"{number}").write_bytes(noise(MIB, number))
+    save, restored = other.device / "save", ours.device / "restored"
+    if command == "restore":
+        gpufs_here("save", ours.path, save)
+    words = {
+        "save": ("save", ours.path, save),
+        "umount": ("umount", ours.path, "--save", save),
+        "restore": ("restore", save / "tree" / "gpu0", restored),
+    }[command]
+    before = left(other.device)
+    with subprocess.Popen([*GPUFS, *words], stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: left(other.device) != before or restored.exists(), PATIENCE, "the beginning")
+        other.daemon.send_signal(signal.SIGSTOP)
+        try:
+            time.sleep(0.5)
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            _, text = process.communicate(timeout=PATIENCE)
+            seconds = time.monotonic() - began
+        finally:
+            other.daemon.send_signal(signal.SIGCONT)
+    assert process.returncode == -signal.SIGTERM, text
+    assert seconds < 10
+    assert mounted_at(str(ours.path))
+    if command == "restore":
+        gpufs_here("restore", "--overwrite", *words[1:])
+    else:
+        gpufs_here("save", ours.path, save)
+        assert left(other.device) == ["save"]
 
 
 def test_a_killed_restore_leaves_whole_files(saved: tuple[Path, Path], root: Path) -> None:
