@@ -35,9 +35,6 @@ class CancelSignal(Protocol):
 
     cancelled: bool
 
-    def cancel(self) -> None:
-        """End them."""
-
     def fileno(self) -> int:
         """A descriptor that is readable once cancelled."""
 
