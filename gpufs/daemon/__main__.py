@@ -28,7 +28,7 @@ from gpufs import config, engine, service, statistics
 from gpufs._version import __version__
 from gpufs.daemon import control_plane, environment, guard, mountpoint, takeover
 from gpufs.daemon.devices import open_engine
-from gpufs.daemon.keeper import Keeper, Key, new_memfd, send_reason
+from gpufs.daemon.keeper import Keeper, Key, MessageKind, new_memfd, send_reason
 from gpufs.daemon.logs import Log
 from gpufs.daemon.serving import SIGNALS, TASKS, Serving
 from gpufs.daemon.startup import LauncherAnswer, MountRequest, StartFailure
@@ -110,9 +110,7 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
                 attribute_timeout=values["attribute_timeout"],
                 metadata_bytes=config.metadata_memory(values["metadata"]),
                 user_bytes=values["user_memory"],
-                keeper_fd=keeper.socket_fd if keeper is not None and survives else -1,
-                journal_fd=-1 if taken is None else os.dup(taken.held[Key.JOURNAL]),
-                kept=None if taken is None else taken.memory,
+                keeper=keeper if survives else None,
             )
         parts.callback(mount.close)
         if taken is None:
@@ -199,7 +197,7 @@ def _start_keeper(request: MountRequest, obstacle: str | None, parts: ExitStack)
         log.error("the mount ends with its daemon, and no auto_unmount: %s", failure)
         return None
     if unmounts:
-        keeper.give_up_with(guard.command(request.mountpoint, request.config["log_file"]))
+        keeper.instruct(MessageKind.GIVE_UP, guard.command(request.mountpoint, request.config["log_file"]))
     return keeper
 
 

@@ -17,7 +17,7 @@ import trio
 from gpufs import engine, mounting, service, syscalls, threads
 from gpufs._printable import printable
 from gpufs.daemon import devices, environment, mountpoint, takeover
-from gpufs.daemon.keeper import Keeper
+from gpufs.daemon.keeper import Keeper, MessageKind
 from gpufs.daemon.logs import Log
 from gpufs.daemon.startup import LauncherAnswer, MountRequest, StartFailure
 from gpufs.fs.connection import RequestLoop
@@ -47,8 +47,6 @@ _FORGOTTEN_PAUSE = 5.0
 _PROVIDE_SECONDS = 1.0
 # Seconds, at least, between two daemons because of such a context.
 _CONTEXT_PAUSE = 60.0
-# Seconds, at least, between two keepers.
-_KEEPER_PAUSE = 0.2
 # Seconds until the service for clients starts again after it has failed.
 _SERVICE_PAUSE = 5.0
 # Seconds between two returns of free heap memory to the system: malloc keeps that of files that have gone.
@@ -113,7 +111,6 @@ class Serving:
             if self.died is not None:
                 nursery.start_soon(keep_up, "freeing forgotten files", self._release_forgotten, _FORGOTTEN_PAUSE)
             if self.keeper is not None:
-                nursery.start_soon(keep_up, "replacing the keeper", self._replace_keeper, _KEEPER_PAUSE)
                 nursery.start_soon(keep_up, "providing for the next daemon", self._provide_for_next, _PROVIDE_SECONDS)
             if seconds := self._manager.watchdog_seconds:
                 nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
@@ -124,8 +121,10 @@ class Serving:
 
     def obstacle(self) -> str | None:
         """Return the reason why the mount does not survive this daemon; None if it does."""
-        instructed = None if self._instructed else "its keeper does not know yet what to start"
-        return self._obstacle_to_instructions() or instructed
+        if (obstacle := self._obstacle_to_instructions()) is not None:
+            return obstacle
+        assert self.keeper is not None
+        return self.keeper.obstacle() or (None if self._instructed else "its keeper does not know yet what to start")
 
     def _obstacle_to_instructions(self) -> str | None:
         if self.first_obstacle is not None:
@@ -198,7 +197,7 @@ class Serving:
 
     def _hand_over(self) -> NoReturn:
         assert self.keeper is not None
-        self.keeper.hand_over()
+        self.keeper.note(MessageKind.HAND_OVER)
         takeover.leave_to_the_keeper(0, self.log)
 
     async def _watch_restart(self) -> None:
@@ -307,7 +306,7 @@ class Serving:
         self.answered = True
         self.answers()
         if self.keeper is not None:
-            self.keeper.serves()
+            self.keeper.note(MessageKind.SERVES)
 
     async def _set_read_ahead(self) -> None:
         read_ahead = self.request.config["read_ahead"]
@@ -316,13 +315,6 @@ class Serving:
 
     async def _release_forgotten(self) -> None:
         self.mount.release_forgotten()
-
-    async def _replace_keeper(self) -> None:
-        assert self.keeper is not None
-        await self.keeper.replace()
-        if self.first_obstacle is None:
-            await threads.run(self.mount.hold_again)
-            await self._instruct_keeper()
 
     async def _publish_statistics(self) -> None:
         """Write the gauges to the counters' file."""

@@ -10,14 +10,13 @@ from typing import Any, Final, NoReturn
 
 from gpufs import config, engine, mounting
 from gpufs.daemon import guard
-from gpufs.daemon.keeper import Keeper, Key, new_memfd, receive_held
+from gpufs.daemon.keeper import Keeper, Key, MessageKind, new_memfd, receive_held
 from gpufs.daemon.logs import Log
 from gpufs.daemon.mountpoint import present
 from gpufs.daemon.startup import DAEMON, MountRequest, StartFailure
 from gpufs.drivers import HOST
 
 _SOCKET: Final = 3  # where the keeper puts a new daemon's socket
-_FIRST_MEMORY: Final = 1 << 32  # the keys of memory, which are the engine's
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,6 @@ def prepare(
     text = json.dumps({"request": lasting.encode().decode(), "entry": listed, "began": began}).encode()
     held: dict[int, int] = {
         Key.CONNECTION: connection,
-        Key.JOURNAL: mount.journal_fd,
         Key.REQUEST: new_memfd("gpufs-request", text),
     }
     if owner >= 0:
@@ -99,8 +97,8 @@ def instruct(keeper: Keeper, request: MountRequest, entry: mounting.MountEntry, 
     unmount: list[str] = []
     if request.config["auto_unmount"]:
         unmount = guard.command(request.mountpoint, request.config["log_file"], entry.identity)
-    keeper.give_up_with([] if survives else unmount)
-    keeper.restart_with(restart if survives else [])
+    keeper.instruct(MessageKind.GIVE_UP, [] if survives else unmount)
+    keeper.instruct(MessageKind.RESTART, restart if survives else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +108,7 @@ class Takeover:
     request: MountRequest
     entry: mounting.MountEntry  # the mount's entry; the last one if it is not where it was mounted any more
     keeper: Keeper
-    # The descriptors that the keeper holds, by :class:`Key`, and those of memory by the engine's keys.
-    held: dict[int, int]
-    memory: dict[int, int]
+    held: dict[int, int]  # the descriptors that the keeper holds, by :class:`Key`; those of memory are the engine's
     released: list[int]  # handles of files that were closed while there was no daemon
     died: int  # when the former daemon had ended, in nanoseconds of CLOCK_MONOTONIC
     history: History
@@ -135,23 +131,21 @@ def reason_of(failure: BaseException) -> str:
 def begin(fd: int, mountpoint: str) -> Takeover:
     """Receive everything from the keeper at the other end of a socket. StartFailure if that is not enough."""
     try:
-        received, released, died = receive_held(fd)
-        held = {key: descriptor for key, descriptor in received.items() if key < _FIRST_MEMORY}
-        keeper = Keeper(mountpoint, held, fd)
+        held, released, died = receive_held(fd)
         if missing := [key.name.lower() for key in (Key.CONNECTION, Key.JOURNAL, Key.REQUEST) if key not in held]:
             raise StartFailure(errno.EINVAL, f"cannot take over: the keeper does not hold {' and '.join(missing)}")
         with open(held[Key.REQUEST], "rb", closefd=False) as file:
             file.seek(0)
             begun = json.load(file)
+        keeper = Keeper(mountpoint, held, fd)
     except OSError as failure:
         raise StartFailure.of(failure, "cannot take over: ") from None
     former = mounting.MountEntry(**{**begun["entry"], "flags": frozenset(begun["entry"]["flags"])})
     # Without an entry here the mount may still be elsewhere: bound, in containers, or detached and in use.
     entry = present(former) or former
-    memory = {key: descriptor for key, descriptor in received.items() if key >= _FIRST_MEMORY}
     request = MountRequest.decode(begun["request"].encode())
     history = _history(begun.get("began", time.time()), held.get(Key.DEATHS))
-    return Takeover(request, entry, keeper, held, memory, released, died, history)
+    return Takeover(request, entry, keeper, held, released, died, history)
 
 
 def _history(began: float, deaths: int | None) -> History:

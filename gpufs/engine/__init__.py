@@ -36,6 +36,7 @@ from gpufs.engine._engine import (
 )
 from gpufs.engine._futures import OperationFuture
 from gpufs.engine._in_use import keep_for_ever
+from gpufs.engine._keeper import KeeperLink
 from gpufs.engine._locks import HostLock
 from gpufs.engine._mapping import TORCH_ALLOCATOR, AddressPool, Mapping, SharedPiece
 from gpufs.engine._mount import (
@@ -80,6 +81,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "HostLock",
+    "KeeperLink",
     "Late",
     "Lease",
     "Mapping",

@@ -58,6 +58,12 @@ def check(status: Any) -> None:
         raise failure(status)
 
 
+def reason_of(call: Any, *arguments: Any) -> str | None:
+    """Return the text of the failure of a call that answers a question; None if it succeeds."""
+    status = call(*arguments)
+    return str(failure(status).strerror) if status.error else None
+
+
 def result_of(kind: Any, call: Any, *arguments: Any) -> Any:
     """Return what a call writes to its last argument, a pointer of this ``kind``. Raise EngineError if it fails."""
     result = ffi.new(kind)

@@ -1,15 +1,16 @@
 """A mount's data plane and the inode table that both planes share."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from errno import ENOENT
 from operator import attrgetter
 from typing import Final, Literal
 
-from gpufs.engine._binding import HANDLE, NUMBER, SMALL_NUMBER, EngineError, Handle, check, result_of
+from gpufs.engine._binding import HANDLE, NUMBER, SMALL_NUMBER, Handle, check, reason_of, result_of
 from gpufs.engine._buffer import Buffer, Lease
 from gpufs.engine._engine import Engine
+from gpufs.engine._keeper import KeeperLink
 from gpufs.engine._mapping import SharedPiece
 from gpufs.engine._native import ffi, lib
 
@@ -121,11 +122,9 @@ class Mount(Handle):
         Host memory that names and attributes may take before new ones fail with ENOSPC; 0 for no limit.
     user_bytes
         Device memory on each device for each user except root and this process's; 0 for no limit.
-    keeper_fd
-        The caller's socket to the keeper of descriptors; -1 if the mount is to end with this process.
-    journal_fd, kept
-        To continue the mount of another process: its :attr:`journal_fd`, and the descriptors that the engine had the
-        keeper keep, by their keys. The mount takes them over, also when this fails.
+    keeper
+        Holds the state and the memory for the next process. If it holds those of another process, this continues that
+        mount, and takes over the descriptors. None if the mount is to end with this process.
     """
 
     __slots__ = ("engine",)
@@ -145,11 +144,8 @@ class Mount(Handle):
         attribute_timeout: float = 1.0,
         metadata_bytes: int = 0,
         user_bytes: int = 0,
-        keeper_fd: int = -1,
-        journal_fd: int = -1,
-        kept: Mapping[int, int] | None = None,
+        keeper: KeeperLink | None = None,
     ) -> None:
-        listed = ffi.new("gpufs_kept_fd[]", list((kept or {}).items()))
         options = ffi.new(
             "gpufs_mount_options *",
             {
@@ -164,20 +160,12 @@ class Mount(Handle):
                 "attribute_timeout": attribute_timeout,
                 "metadata_bytes": metadata_bytes,
                 "user_bytes": user_bytes,
-                "keeper_fd": keeper_fd,
-                "journal_fd": journal_fd,
-                "kept": listed,
-                "kept_count": len(listed),
+                "keeper": 0 if keeper is None else keeper._handle,
             },
         )
         handle = result_of(HANDLE, lib.gpufs_mount_open, engine._handle, options)
         self.engine = engine
         self._own(handle)
-
-    @property
-    def journal_fd(self) -> int:
-        """A descriptor of the mount's, by which another process can continue it. EngineError without a keeper."""
-        return int(result_of(SMALL_NUMBER, lib.gpufs_mount_journal, self._handle))
 
     def release_forgotten(self) -> None:
         """Free the memory of files of the process before that the kernel has forgotten: call it from time to time."""
@@ -187,17 +175,9 @@ class Mount(Handle):
         """Close files and directories that the process before had open. Before :meth:`start`."""
         check(lib.gpufs_mount_close_handles(self._handle, list(handles), len(handles)))
 
-    def hold_again(self) -> None:
-        """Hand all memory to the keeper again, because another one is at the other end of the socket."""
-        check(lib.gpufs_mount_hold_again(self._handle))
-
     def obstacle(self) -> str | None:
-        """Return the reason why no other process can continue the mount; None if one can."""
-        try:
-            check(lib.gpufs_mount_survives(self._handle))
-        except EngineError as reason:
-            return reason.strerror
-        return None
+        """Return the reason why no other process can continue the mount, whatever its keeper has; None if one can."""
+        return reason_of(lib.gpufs_mount_survives, self._handle)
 
     def start(self) -> None:
         """Start the threads; after the descriptor is mounted and before requests are answered."""

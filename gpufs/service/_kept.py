@@ -16,14 +16,14 @@ import resource
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from gpufs import protocol
-from gpufs.engine import Lease, Mount, SharedPiece
+from gpufs.engine import KeeperLink, Lease, Mount, SharedPiece
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import MAX_MEMORY_PIECES, Cancel, ClientMessage, ProtocolError, Register, Request, ShareKind
 from gpufs.service._channel import ClientProcess, process_of
@@ -42,14 +42,6 @@ _MOST_DESCRIPTORS: Final = 1 << 14
 _PART_OF_DESCRIPTORS: Final = 8
 _SLOT_BYTES: Final = 4096  # of an entry. A page is written as a whole or not at all, wherever the daemon dies
 _PATH_CHARACTERS: Final = 500
-
-
-class Keeping(Protocol):
-    """The keeper of descriptors for the next daemon."""
-
-    def hold(self, descriptors: Mapping[int, int]) -> None: ...
-
-    def drop(self, keys: Iterable[int]) -> None: ...
 
 
 # ---- the memory of registrations ----
@@ -93,7 +85,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True):
 class KeptRegistrations:
     """The descriptors that the keeper holds for all registrations of a mount. Any thread may call."""
 
-    keeper: Keeping | None
+    keeper: KeeperLink | None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below
     _held: dict[int, list[int]] = field(default_factory=dict)  # descriptors that stay open here, by their number
     _free: list[int] = field(default_factory=list)  # numbers below the largest, a heap
@@ -246,7 +238,7 @@ def _noted(message: ClientMessage | None) -> KeptRequest | None:
 class Record:
     """The record of one connection. Any thread may call. Nothing is kept without a keeper."""
 
-    def __init__(self, keeper: Keeping | None, number: int, sock: socket.socket) -> None:
+    def __init__(self, keeper: KeeperLink | None, number: int, sock: socket.socket) -> None:
         self._keeper = keeper
         self._keys = (_CONNECTION_KEYS.start + 2 * number, _CONNECTION_KEYS.start + 2 * number + 1)
         self._sock = sock
@@ -385,7 +377,7 @@ class Kept:
     clients: list[KeptClient]
 
 
-def restore(mount: Mount, keeper: Keeping | None, held: Mapping[int, int]) -> Kept:
+def restore(mount: Mount, keeper: KeeperLink | None, held: Mapping[int, int]) -> Kept:
     """Restore what the clients of the former daemon had, from what the keeper holds. Before the mount is started.
 
     ``held`` is empty for a new mount.

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from errno import EBUSY, EINVAL, EISDIR, EMFILE, ENODATA, ENOENT, ENOSPC, ESTALE, EXDEV
 from typing import Any, Final, TypeVar
 
-from gpufs.engine import Buffer, Lease, Mount, SharedPiece
+from gpufs.engine import Buffer, KeeperLink, Lease, Mount, SharedPiece
 from gpufs.modes import COPY_ON_WRITE
 from gpufs.protocol import Move, Register, receive_pieces
 from gpufs.service import _checks
 from gpufs.service._channel import ClientProcess
-from gpufs.service._kept import Keeping, KeptRegistrations, RegisteredMemory
+from gpufs.service._kept import KeptRegistrations, RegisteredMemory
 from gpufs.service._scope import RequestScope
 from gpufs.service._user import Limits
 from gpufs.syscalls import trusted
@@ -193,7 +193,7 @@ class ServedMount:
     limits: Limits
     holders: HolderTable
     registrations: KeptRegistrations  # the registered memory that outlives the daemon
-    keeper: Keeping | None  # holds clients' connections for the next daemon; None if the mount ends with its daemon
+    keeper: KeeperLink | None  # holds clients' connections for the next daemon; None if the mount ends with its daemon
 
     def open_buffer(self, ino: int) -> Buffer:
         """The buffer of an inode, which lives until it is closed. OSError EINVAL if there is none."""

@@ -13,10 +13,10 @@ from typing import Any
 import trio
 
 from gpufs import protocol
-from gpufs.engine import Mount
+from gpufs.engine import KeeperLink, Mount
 from gpufs.service._channel import process_of
 from gpufs.service._client import ClientConnection
-from gpufs.service._kept import Keeping, Kept, KeptClient
+from gpufs.service._kept import Kept, KeptClient
 from gpufs.service._parking import Parking
 from gpufs.service._served_mount import HolderTable, ServedMount
 from gpufs.service._user import Limits, Users
@@ -207,7 +207,7 @@ async def serve(
     allow_other: bool,
     trust_readers: bool,
     kept: Kept,
-    keeper: Keeping | None,
+    keeper: KeeperLink | None,
     started: Callable[[Service], None],
     failed: Callable[[], None],
 ) -> None:

@@ -94,7 +94,7 @@ typedef struct {
   uint64_t slot_bytes; /* the largest buffer that shares a granule: it takes a power of two of bytes; 0: none does */
   int32_t cpu_addressable;
   int32_t fastpath_memory; /* the fastpath can reach the memory of buffers */
-  int32_t keeps_memory;    /* the memory of buffers can outlive the process: gpufs_mount_options.keeper_fd */
+  int32_t keeps_memory;    /* the memory of buffers can outlive the process: gpufs_mount_options.keeper */
   int32_t host_tier;       /* it is that of gpufs_engine_options.host_memory_bytes */
 } gpufs_device_info;
 
@@ -303,13 +303,33 @@ typedef struct {
 gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, uint64_t bytes,
                                       gpufs_host_lock_info* info);
 
-/* ---- mount: the data plane of one FUSE connection ---- */
+/* ---- keeper: the process that holds a mount's descriptors, and acts when this process ends ---- */
 
-/* A descriptor that the keeper keeps. The engine's keys have more than 32 bits; the others are the caller's. */
+/* A descriptor that the keeper holds. The engine's keys are 2 and those of more than 32 bits; the others are the
+ * caller's. */
 typedef struct {
   uint64_t key;
   int32_t fd;
 } gpufs_kept_fd;
+
+/* Starts the keeper of a mount at a path; the program is gpufs-keeper. With a socket (else -1), which it takes over, it
+ * continues with the keeper at the other end, which has started this process and holds `held`. A keeper that ends or
+ * fails is replaced, and its successor gets everything again. Closing the handle leaves the keeper alone. */
+gpufs_status gpufs_keeper_open(const char* program, const char* mountpoint, int32_t socket, const gpufs_kept_fd* held,
+                               uint64_t count, gpufs_handle* keeper);
+/* Holds the descriptors in place of what is held under their keys. They stay the caller's, and open until they are
+ * dropped. Both wait, at most 5 s, for a keeper that is slow. */
+gpufs_status gpufs_keeper_hold(gpufs_handle keeper, const gpufs_kept_fd* held, uint64_t count);
+gpufs_status gpufs_keeper_drop(gpufs_handle keeper, const uint64_t* keys, uint64_t count);
+/* Sends a message of native/keeper/keeper.cc that is not about keys, of 200 numbers at most; later keepers get the last
+ * one of each kind. fd: goes with it, and is taken over; or -1. */
+gpufs_status gpufs_keeper_note(gpufs_handle keeper, uint32_t kind, const uint64_t* numbers, uint64_t count, int32_t fd);
+/* Fails, with the reason for users, while the keeper lacks something. */
+gpufs_status gpufs_keeper_health(gpufs_handle keeper);
+/* Ends the keeper, which closes everything that it holds. */
+gpufs_status gpufs_keeper_end(gpufs_handle keeper);
+
+/* ---- mount: the data plane of one FUSE connection ---- */
 
 typedef struct {
   int32_t fuse_fd;          /* an open and mounted /dev/fuse; the mount takes it over, also when opening fails */
@@ -323,10 +343,7 @@ typedef struct {
   double attribute_timeout; /* seconds, for natively answered LOOKUP and GETATTR */
   uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
   uint64_t user_bytes;      /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
-  int32_t keeper_fd;        /* the socket to the keeper of descriptors, the caller's; -1: the mount dies with it */
-  int32_t journal_fd; /* of gpufs_mount_journal() of the process that served the mount before; taken over. -1: new */
-  const gpufs_kept_fd* kept; /* what that process had the keeper keep; taken over */
-  uint64_t kept_count;
+  gpufs_handle keeper;      /* the mount continues what it holds the journal of; 0: the mount dies with this process */
 } gpufs_mount_options;
 
 /* The socket pair between the planes, both ends close-on-exec and with room for messages of a megabyte (or what the
@@ -337,18 +354,14 @@ gpufs_status gpufs_relay_pair(int32_t* native_fd, int32_t* control_fd);
 gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* options, gpufs_handle* mount);
 /* The format of the journals that this version reads and writes. */
 uint32_t gpufs_journal_format(void);
-/* Where the state of a mount with a keeper is, for the process that continues it. The mount's descriptor. */
-gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd);
 /* Frees the memory of files of the process before that the kernel has forgotten without this process's knowledge:
  * call it from time to time. */
 gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount);
 /* Closes open files and directories of the process before, without a request of the kernel. Before gpufs_mount_start.
  * Handles that are not open are ignored. */
 gpufs_status gpufs_mount_close_handles(gpufs_handle mount, const uint64_t* handles, uint64_t count);
-/* Fails, with the reason for users, if no other process can continue the mount. */
+/* Fails, with the reason for users, if no other process can continue the mount, whatever its keeper has. */
 gpufs_status gpufs_mount_survives(gpufs_handle mount);
-/* Hands everything to the keeper again, because another one is at the other end of the socket. */
-gpufs_status gpufs_mount_hold_again(gpufs_handle mount);
 /* Starts the threads. Call after the descriptor is mounted and before requests are answered. */
 gpufs_status gpufs_mount_start(gpufs_handle mount);
 /* Reads ahead of programs that go through mappings from front to back. directory: where the mount is; it must answer,

@@ -30,11 +30,11 @@
 // 1970), and why.
 //
 // Where there is no RESTART, the keeper closes everything and becomes GIVE_UP. Without that it goes on holding until
-// the mount is unmounted, and answers with EIO. SIGTERM ends it while no daemon runs. It takes no notice of other
-// signals: it ends with the mount. What it does is in the system's log. A daemon that is alive is never replaced,
-// whatever it does or does not do. One that was killed counts as dead once its descriptors are closed, or for a second
-// each of its threads has waited in the kernel: for a reply of this very mount, which only the next daemon can give, or
-// for a server that does not answer.
+// the mount is unmounted, and answers with EIO. One that was sent neither ends with its daemon. SIGTERM ends it while
+// no daemon runs. It takes no notice of other signals: it ends with the mount. What it does is in the system's log. A
+// daemon that is alive is never replaced, whatever it does or does not do. One that was killed counts as dead once its
+// descriptors are closed, or for a second each of its threads has waited in the kernel: for a reply of this very mount,
+// which only the next daemon can give, or for a server that does not answer.
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -319,6 +319,7 @@ class Keeper {
         Program program;
         if (message.count == 1 && descriptors.size() == 1) program = Program(descriptors[0].get(), message.numbers[0]);
         (message.kind == Kind::kRestart ? restart_ : give_up_) = std::move(program);
+        is_instructed_ = true;
         break;
       }
       case Kind::kSettle:
@@ -408,7 +409,7 @@ class Keeper {
       block(set_of({SIGTERM, SIGINT, SIGHUP}));  // it is brief
       give_up_.run();                            // which closes everything that is held
     }
-    if (connection() < 0) return false;
+    if (connection() < 0 || !is_instructed_) return false;
     write_lines(state_.get(), std::to_string(unanswered_ + brief_) + "\n0\n" + reason_ + "\n");
     refuse_requests();
     return true;
@@ -549,6 +550,7 @@ class Keeper {
   std::map<std::uint64_t, UniqueFd> held_;
   Program restart_;
   Program give_up_;
+  bool is_instructed_ = false;       // else the daemon has another keeper, which this one was to replace
   std::unique_ptr<char[]> request_;  // memory for one, once it is needed
   bool is_ending_ = false;           // the daemon, as far as is known
   Clock::time_point ran_;            // when something of it was last seen running, if it is
@@ -581,6 +583,8 @@ int main(int count, char** words) {
   const sigset_t read = set_of({SIGUSR1, SIGTERM});
   UniqueFd signals = checked(::signalfd(-1, &read, SFD_CLOEXEC), "signalfd");
   UniqueFd socket = checked(::fcntl(STDIN_FILENO, F_DUPFD_CLOEXEC, kDaemonSocket), "standard input");
+  ::setsid();
+  [[maybe_unused]] const int moved = ::chdir("/");
   // Descriptors 0 to 2 of the programs that it starts: what standard output is.
   if (::dup2(STDOUT_FILENO, STDIN_FILENO) < 0) fail("standard output");
   return Keeper(std::move(socket), std::move(signals)).run();

@@ -31,7 +31,10 @@ class FakeKeeper final : public MemoryKeeper {
     for (auto& [memory, pieces] : held_) std::erase_if(pieces, [&](const KeptPiece& each) { return each.key == key; });
   }
   void settle() override { ++settled; }
-  void lose(const Status& reason) override { lost = reason; }
+  std::uint64_t lose(const Status& reason) override {
+    lost = reason;
+    return ++last_key_;
+  }
   std::vector<KeptPiece> take(std::uint64_t memory) override {
     std::vector<KeptPiece> pieces;
     for (const KeptPiece& each : held_[memory]) {

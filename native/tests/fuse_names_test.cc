@@ -5,6 +5,7 @@
 #include <sys/xattr.h>
 
 #include "fuse_fakes.h"
+#include "journal/keeper_link.h"
 #include "memory/kept_memory.h"
 
 namespace gpufs::fuse {
@@ -218,10 +219,11 @@ TEST_F(SentAgainTest, ABadRecordDoesNotLoseTheOthers) {
   nowhere.memory = 4711;
   nowhere.slot = {0, 512};
   records.put_contents(ino + 2000, nowhere);
-  const UniqueFd keeper(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  RelayPair ends = make_relay_pair().take();
+  const auto keeper = testing::must(KeeperLink::open("/bin/false", "", std::move(ends.native), {}));
   for (int round = 0; round < 2; ++round) {
     options.journal = journal::Journal::restore(UniqueFd(::fcntl(mount->journal()->fd(), F_DUPFD_CLOEXEC, 3))).take();
-    options.kept = std::make_shared<KeptMemory>(options.journal, keeper.get(), std::vector<KeptMemory::Held>{});
+    options.kept = std::make_shared<KeptMemory>(options.journal, keeper);
     mount->close();
     mount.reset();
     open(options);
@@ -323,7 +325,8 @@ TEST_F(SentAgainTest, OneBadRecordOfAnyKindLosesNothingElse) {
     });
   }
   ASSERT_GT(records.size(), 15U);
-  const UniqueFd keeper(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  RelayPair ends = make_relay_pair().take();
+  const auto keeper = testing::must(KeeperLink::open("/bin/false", "", std::move(ends.native), {}));
   for (const auto& [key, size] : records) {
     for (const int damage : {0x00, 0xff, 0x5a, 0x01, -1, -2}) {  // of all bytes, or half of them or all are missing
       SCOPED_TRACE(std::to_string(key.kind) + " " + std::to_string(key.id) + " " + std::to_string(damage));
@@ -338,7 +341,7 @@ TEST_F(SentAgainTest, OneBadRecordOfAnyKindLosesNothingElse) {
       journal::Transaction change(*options.journal);
       change.put(key, value);
       change.commit();
-      options.kept = std::make_shared<KeptMemory>(options.journal, keeper.get(), std::vector<KeptMemory::Held>{});
+      options.kept = std::make_shared<KeptMemory>(options.journal, keeper);
       RelayPair device = make_relay_pair().take();
       RelayPair relay = make_relay_pair().take();
       const auto restored =

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -44,6 +45,24 @@ void put(Journal& journal, Key key, const std::string& text) {
 }
 
 using Values = std::map<std::uint64_t, std::string>;
+
+// No file, nor a memfd, becomes larger.
+class FileLimit {
+ public:
+  FileLimit() {
+    ::signal(SIGXFSZ, SIG_IGN);
+    EXPECT_EQ(::getrlimit(RLIMIT_FSIZE, &before_), 0);
+    const rlimit none{0, before_.rlim_max};
+    EXPECT_EQ(::setrlimit(RLIMIT_FSIZE, &none), 0);
+  }
+  ~FileLimit() {
+    EXPECT_EQ(::setrlimit(RLIMIT_FSIZE, &before_), 0);
+    ::signal(SIGXFSZ, SIG_DFL);
+  }
+
+ private:
+  rlimit before_{};
+};
 
 TEST(Journal, RestoresValues) {
   const auto journal = create();
@@ -225,13 +244,35 @@ TEST(Journal, RefusesDamage) {
   EXPECT_GT(refused, 0);
 }
 
-TEST(Journal, GivesUpWhereAValueIsMissing) {
+TEST(Journal, CannotBeRestoredWhileAValueIsMissing) {
   const auto journal = create();
   put(*journal, {1, 1}, std::string(Journal::kMaximumBytes, 'x'));
   EXPECT_TRUE(journal->health().ok());
   put(*journal, {1, 1}, std::string(Journal::kMaximumBytes + 1, 'x'));
   EXPECT_EQ(journal->health().error(), EFBIG);
   EXPECT_EQ(Journal::restore(UniqueFd(::dup(journal->fd()))).error(), ENOTRECOVERABLE);
+  put(*journal, {1, 1}, "x");
+  EXPECT_OK(journal->health());
+  EXPECT_EQ(values(*restored(*journal), 1), (Values{{1, "x"}}));
+}
+
+TEST(Journal, IsCompleteOnceThereIsMemoryAgain) {
+  const auto journal = create();
+  put(*journal, {1, 1}, "before");
+  {
+    const FileLimit none;
+    for (std::uint64_t id = 1; id < 5; ++id) put(*journal, {1, id}, std::string(100'000 * id, 'x'));
+    put(*journal, {1, 3}, "small");
+    Transaction transaction(*journal);
+    transaction.remove({1, 4});
+    transaction.commit();
+    EXPECT_EQ(journal->health().error(), ENOMEM);
+    EXPECT_EQ(Journal::restore(UniqueFd(::dup(journal->fd()))).error(), ENOTRECOVERABLE);
+  }
+  EXPECT_OK(journal->health());
+  const Values expected = {{1, std::string(100'000, 'x')}, {2, std::string(200'000, 'x')}, {3, "small"}};
+  EXPECT_EQ(values(*journal, 1), expected);
+  EXPECT_EQ(values(*restored(*journal), 1), expected);
 }
 
 // Threads of a child change values in pairs, until the child is killed. Each writes a byte to `began` after its first.

@@ -13,6 +13,7 @@
 #include "base/unique_fd.h"
 #include "gpu_test_support.h"
 #include "journal/journal.h"
+#include "journal/keeper_link.h"
 
 namespace gpufs {
 namespace {
@@ -27,25 +28,28 @@ UniqueFd copy_of(int descriptor) { return UniqueFd(::fcntl(descriptor, F_DUPFD_C
 class KeptMemoryTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    int ends[2];
-    ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
-    daemon_ = UniqueFd(ends[0]);
-    keeper_ = UniqueFd(ends[1]);
     std::shared_ptr<journal::Journal> created = must(journal::Journal::create());
     journal_ = copy_of(created->fd());
-    kept_ = std::make_unique<KeptMemory>(std::move(created), daemon_.get(), std::vector<KeptMemory::Held>{});
+    kept_ = std::make_unique<KeptMemory>(std::move(created), link());
     memory_ = kept_->new_memory();
   }
   std::uint64_t hold(std::uint64_t offset) { return kept_->hold(memory_, offset, 4096, file_.get()); }
   // The process dies, and another one finds what is held.
   void die() {
-    std::vector<KeptMemory::Held> found;
-    for (const std::uint64_t key : held()) found.push_back({key, copy_of(file_.get())});
+    std::vector<KeeperLink::Held> found;
+    for (const std::uint64_t key : held()) found.push_back({key, copy_of(file_.get()).release()});
     kept_.reset();
     std::shared_ptr<journal::Journal> restored = must(journal::Journal::restore(copy_of(journal_.get())));
-    kept_ = std::make_unique<KeptMemory>(std::move(restored), daemon_.get(), std::move(found));
+    kept_ = std::make_unique<KeptMemory>(std::move(restored), link(found));
   }
-  // The keys that the keeper holds.
+  // Of a process that this test, as the keeper, has started.
+  std::shared_ptr<KeeperLink> link(std::span<const KeeperLink::Held> found = {}) {
+    int ends[2];
+    EXPECT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
+    keeper_ = UniqueFd(ends[1]);
+    return must(KeeperLink::open("/bin/false", "", UniqueFd(ends[0]), found));
+  }
+  // The keys of memory that the keeper holds.
   const std::set<std::uint64_t>& held() {
     struct {
       std::uint32_t kind;
@@ -53,14 +57,13 @@ class KeptMemoryTest : public ::testing::Test {
       std::uint64_t key;
     } message{};
     while (::recv(keeper_.get(), &message, sizeof message, 0) == sizeof message) {
-      if (message.kind == kHold) held_.insert(message.key);
+      if (message.kind == kHold && message.key >= KeeperLink::kFirstMemory) held_.insert(message.key);
       if (message.kind == kDrop) held_.erase(message.key);
     }
     return held_;
   }
 
   const UniqueFd file_{::memfd_create("memory", MFD_CLOEXEC)};
-  UniqueFd daemon_;
   UniqueFd keeper_;
   UniqueFd journal_;
   std::unique_ptr<KeptMemory> kept_;
@@ -101,13 +104,14 @@ TEST_F(KeptMemoryTest, NothingIsSentAfterTheEnd) {
   EXPECT_EQ(::recv(keeper_.get(), message, sizeof message, MSG_DONTWAIT), -1);
 }
 
-TEST_F(KeptMemoryTest, AFailureEndsTheConnection) {
-  hold(0);
-  EXPECT_EQ(held().size(), 1U);
-  kept_->hold(memory_, 4096, 4096, 1 << 30);  // no descriptor
-  EXPECT_FALSE(kept_->health().ok());
-  char message[64];
-  EXPECT_EQ(::recv(keeper_.get(), message, sizeof message, MSG_DONTWAIT), 0);  // so another keeper gets everything
+TEST_F(KeptMemoryTest, MemoryWithoutADescriptorIsAnObstacleUntilItIsDropped) {
+  const std::uint64_t first = kept_->lose(Status(EMFILE, "no descriptor"));
+  const std::uint64_t second = kept_->lose(Status(EMFILE, "no descriptor"));
+  kept_->drop(first);
+  EXPECT_EQ(kept_->health().error(), EMFILE);
+  kept_->drop(second);
+  EXPECT_OK(kept_->health());
+  EXPECT_TRUE(held().empty());
 }
 
 TEST_F(KeptMemoryTest, ARestoreThatFailsDropsNothing) {

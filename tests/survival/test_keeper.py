@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import trio
 from support.hanging import HangingMount
 from support.processes import PATIENCE, has_ended, links_of, wait_until
 
-from gpufs.daemon.keeper import PROGRAM, Keeper, new_memfd
+from gpufs.daemon.keeper import PROGRAM, Keeper, MessageKind, new_memfd
 
 # What the programs begin with that act as daemons. They append lines of JSON to the file that REPORT names.
 PROLOGUE = """
@@ -118,6 +117,7 @@ class Daemons:
         return found
 
     def keeper(self) -> int:
+        wait_until(self.keepers, 5, "a keeper")  # one that is starting has no name yet
         (pid,) = self.keepers()
         return pid
 
@@ -232,11 +232,12 @@ def test_a_chain_of_daemons(daemons: Daemons) -> None:
 # ---- holding, dropping, ending ----
 
 
-def test_hold_replaces_and_drop_closes() -> None:
-    with Keeper("/mnt/hold") as keeper:
+def test_hold_replaces_and_drop_closes(daemons: Daemons) -> None:
+    with Keeper(daemons.name) as keeper:
+        pid = daemons.keeper()
 
         def held(count: int) -> None:
-            wait_until(lambda: memfds(keeper.pid) == count, 5, f"{count} descriptors in the keeper")
+            wait_until(lambda: memfds(pid) == count, 5, f"{count} descriptors in the keeper")
 
         fds = [new_memfd("held", b"") for _ in range(500)]
         keeper.hold(dict.fromkeys(range(3), fds[0]))
@@ -250,7 +251,6 @@ def test_hold_replaces_and_drop_closes() -> None:
         held(500)
         keeper.drop(range(1, 500))
         held(1)
-        pid = keeper.pid
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(pid, number)
         keeper.drop([0])
@@ -394,7 +394,7 @@ def test_unmounting_ends_a_keeper_that_has_given_up(daemons: Daemons, tmp_path: 
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     daemons.start(
-        "start(os.environ['NAME'])\n"
+        "start(os.environ['NAME']); send(GIVE_UP)\n"
         f"send(HOLD, [1, 2], [os.open({str(fifo)!r}, os.O_WRONLY), memfd(b'two')]); report(held=True); die('SIGKILL')"
     )
     daemons.wait_for(1)
@@ -402,6 +402,13 @@ def test_unmounting_ends_a_keeper_that_has_given_up(daemons: Daemons, tmp_path: 
     time.sleep(0.5)
     assert daemons.keepers() == [pid]
     os.close(reader)
+    daemons.wait_ended()
+
+
+def test_a_keeper_that_was_to_replace_another_one_ends(daemons: Daemons) -> None:
+    """The daemon died before it had sent what to start: the former keeper starts it, and answers the requests."""
+    daemons.start("start(os.environ['NAME']); send(HOLD, [1], [os.eventfd(0)]); report(held=True); die('SIGKILL')")
+    daemons.wait_for(1)
     daemons.wait_ended()
 
 
@@ -491,58 +498,116 @@ def test_messages_of_newer_daemons_are_skipped(daemons: Daemons) -> None:
     daemons.wait_ended()
 
 
-async def test_a_keeper_that_dies_is_replaced(daemons: Daemons) -> None:
+def wait_for_another(daemons: Daemons, keeper: Keeper, former: int) -> int:
+    """The keeper that has taken the place of the former one, and has everything."""
+    wait_until(lambda: keeper.obstacle() is None and daemons.keepers() not in ([], [former]), 10, "another keeper")
+    assert has_ended(former)
+    return daemons.keeper()
+
+
+def test_a_keeper_that_dies_is_replaced(daemons: Daemons) -> None:
     """The next one gets everything: descriptors, and the programs to start."""
     memfd, other = new_memfd("held", b"one"), new_memfd("held", b"two")
-    with Keeper("/mnt/replaced") as keeper:
-        number = keeper.socket_fd
+    with Keeper(daemons.name) as keeper:
         keeper.hold({1: memfd, 2: memfd, 3: other})
-        keeper.give_up_with(["/bin/false"])
+        keeper.instruct(MessageKind.GIVE_UP, ["/bin/false"])
+        pid = daemons.keeper()
         for _ in range(3):
             keeper.drop([2])
-            before = keeper.pid
-            os.kill(before, signal.SIGKILL)
-            with trio.fail_after(PATIENCE):
-                await keeper.replace()
-            assert keeper.pid != before
-            assert has_ended(before)
-            assert keeper.socket_fd == number
-            wait_until(lambda: memfds(keeper.pid) == 2, 5, "the descriptors in the new keeper")
-        os.kill(keeper.pid, signal.SIGKILL)
-        wait_until(lambda: has_ended(keeper.pid), 5, "the death of the keeper")
-        keeper.hold({4: other})  # nothing happens: the next keeper would get it
+            os.kill(pid, signal.SIGKILL)
+            pid = wait_for_another(daemons, keeper, pid)
+            assert memfds(pid) == 2
+        os.kill(pid, signal.SIGKILL)
+        keeper.hold({4: other})
+        assert memfds(wait_for_another(daemons, keeper, pid)) == 3
     os.close(memfd)
     os.close(other)
+
+
+def test_a_stalled_keeper_is_replaced(daemons: Daemons) -> None:
+    """After five seconds in which it reads nothing; what is held and dropped in that time is right in the next one."""
+    fds = [new_memfd("held", b"") for _ in range(300)]
+    with Keeper(daemons.name) as keeper:
+        pid = daemons.keeper()
+        os.kill(pid, signal.SIGSTOP)
+        for key, fd in enumerate(fds, 100):
+            keeper.hold({key: fd})
+            keeper.drop([key - 100])
+        assert memfds(wait_for_another(daemons, keeper, pid)) == 100
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_failure_to_send_lasts_as_long_as_its_cause(daemons: Daemons) -> None:
+    memfd = new_memfd("held", b"one")
+    with Keeper(daemons.name) as keeper:
+        pid = daemons.keeper()
+        keeper.hold({1: memfd, 2: 1 << 30})  # which cannot be sent
+        assert "Bad file descriptor" in str(keeper.obstacle())
+        keeper.hold({3: memfd})
+        time.sleep(0.5)
+        assert keeper.obstacle() is not None
+        keeper.drop([2])
+        assert memfds(wait_for_another(daemons, keeper, pid)) == 2
+    os.close(memfd)
+
+
+def test_without_a_descriptor_the_former_keeper_stays(daemons: Daemons) -> None:
+    """It still holds what it got, until another one can be started."""
+    memfd = new_memfd("held", b"one")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Keeper(daemons.name) as keeper:
+        pid = daemons.keeper()
+        keeper.hold({1: memfd})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (memfd + 1, before[1]))
+        try:
+            keeper.hold({2: 1 << 30})
+            keeper.drop([2])
+            time.sleep(0.5)
+            obstacle = keeper.obstacle()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert "Too many open files" in str(obstacle)
+        assert memfds(pid) == 1
+        assert memfds(wait_for_another(daemons, keeper, pid)) == 1
+    os.close(memfd)
 
 
 def test_what_a_new_keeper_got_comes_back(daemons: Daemons) -> None:
     """The daemon's own side of it: its keeper dies, then itself, and another daemon takes over."""
     body = (
-        "import functools, trio; from gpufs.daemon import keeper as side\n"
+        "from gpufs.daemon import keeper as side\n"
         "kept = side.Keeper(os.environ['NAME']); fds = {key: memfd(str(key).encode()) for key in range(10, 500)}\n"
-        f"kept.hold(fds); kept.restart_with([sys.executable, '-c', TEXT, {SUCCESSOR!r}]); os.kill(kept.pid, 9)\n"
-        "trio.run(kept.replace); die('SIGKILL')"
+        f"kept.hold(fds); kept.instruct(side.MessageKind.RESTART, [sys.executable, '-c', TEXT, {SUCCESSOR!r}])\n"
+        "report(ready=True); time.sleep(1000)"
     )
-    daemons.start(body)
-    (report,) = daemons.wait_for(1)
+    daemon = daemons.start(body)
+    daemons.wait_for(1)
+    former = daemons.keeper()
+    os.kill(former, signal.SIGKILL)
+    wait_until(lambda: daemons.keepers() not in ([], [former]), 10, "another keeper")
+    time.sleep(0.5)  # the programs come after the descriptors
+    daemon.kill()
+    report = daemons.wait_for(2)[1]
     assert report["held"] == {str(key): str(key) for key in range(10, 500)}
     daemons.wait_ended()
 
 
-async def test_a_daemon_that_took_over_replaces_its_keeper(daemons: Daemons) -> None:
+def test_a_daemon_that_took_over_replaces_its_keeper(daemons: Daemons) -> None:
     successor = (
-        "import trio; from gpufs.daemon import keeper as side\n"
-        "held, _, died = side.receive_held(3); kept = side.Keeper(os.environ['NAME'], held, 3)\n"
-        "first = kept.pid; assert first == os.getppid(); os.kill(first, 9); trio.run(kept.replace)\n"
-        "report(held={key: read(fd) for key, fd in held.items()}, other=kept.pid != first)\n"
-        "kept.end(); report(end=True)"
+        "from gpufs.daemon import keeper as side\n"
+        "held, _, died = side.receive_held(3); kept = side.Keeper(os.environ['NAME'], held, 3); first = os.getppid()\n"
+        "os.kill(first, 9); deadline = time.monotonic() + 10\n"
+        "while os.getppid() == first or kept.obstacle():\n"
+        "    assert time.monotonic() < deadline; time.sleep(0.01)\n"
+        "report(held={key: read(fd) for key, fd in held.items()}); kept.end(); report(end=True)"
     )
     daemons.start(
         f"start(os.environ['NAME']); command(RESTART, {successor!r})\n"
         "send(HOLD, [1, 2], [memfd(b'one'), memfd(b'two')]); die('SIGKILL')"
     )
     first, _ = daemons.wait_for(2)
-    assert first == {"held": {"1": "one", "2": "two"}, "other": True}
+    assert first == {"held": {"1": "one", "2": "two"}}
     daemons.wait_ended()
 
 
@@ -551,7 +616,7 @@ def test_a_real_daemon_says_why_it_cannot_take_over(daemons: Daemons) -> None:
     daemons.start(
         "from gpufs.daemon import keeper as side; from gpufs.daemon.startup import DAEMON\n"
         "kept = side.Keeper(os.environ['NAME']); kept.hold({1: memfd(b'no connection')})\n"
-        "kept.restart_with([*DAEMON, '--takeover-fd', '3', os.environ['NAME']])\n"
+        "kept.instruct(side.MessageKind.RESTART, [*DAEMON, '--takeover-fd', '3', os.environ['NAME']])\n"
         "report(started=True); die('SIGKILL')"
     )
     daemons.wait_for(1)

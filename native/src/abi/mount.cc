@@ -27,6 +27,7 @@
 #include "fuse/relay.h"
 #include "gpufs.h"
 #include "journal/journal.h"
+#include "journal/keeper_link.h"
 #include "memory/account.h"
 #include "memory/buffer.h"
 #include "memory/host_locks.h"
@@ -70,11 +71,6 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
   return catch_all([&]() -> Status {
     UniqueFd device(options->fuse_fd);
     UniqueFd relay(options->relay_fd);
-    UniqueFd journal_fd(options->journal_fd);
-    std::vector<KeptMemory::Held> held;
-    for (const gpufs_kept_fd& each : std::span(options->kept, options->kept_count)) {
-      held.push_back({each.key, UniqueFd(each.fd)});
-    }
     if (options->reader_threads < 0 || options->worker_threads < 0) {
       return Status(EINVAL, "a negative number of threads");
     }
@@ -100,10 +96,13 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
     const std::shared_ptr<HostLocks>& locks = owner->host_locks();
     if (!by_cpu && locks->policy() != LockPolicy::kOff) chosen.locks = locks;
     chosen.transfers = TRY(owner->transfers());
-    if (options->keeper_fd >= 0) {
-      chosen.journal =
-          TRY(journal_fd.valid() ? journal::Journal::restore(std::move(journal_fd)) : journal::Journal::create());
-      chosen.kept = std::make_shared<KeptMemory>(chosen.journal, options->keeper_fd, std::move(held));
+    if (options->keeper != 0) {
+      std::shared_ptr<KeeperLink> keeper = TRY(HandleTable::instance().get<KeeperLink>(options->keeper));
+      const std::vector<KeeperLink::Held> held = keeper->held_from(KeeperLink::kJournal);
+      const bool continues = !held.empty() && held.front().key == KeeperLink::kJournal;
+      const int own = continues ? ::fcntl(held.front().descriptor, F_DUPFD_CLOEXEC, 0) : -1;
+      chosen.journal = TRY(continues ? journal::Journal::restore(UniqueFd(own)) : journal::Journal::create());
+      chosen.kept = std::make_shared<KeptMemory>(chosen.journal, std::move(keeper));
     }
     std::shared_ptr<Mount> opened = TRY(Mount::create(std::move(device), std::move(relay), devices, std::move(chosen)));
     owner->publish_of(opened);
@@ -112,14 +111,6 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
 }
 
 uint32_t gpufs_journal_format(void) { return journal::Journal::kFormat; }
-
-gpufs_status gpufs_mount_journal(gpufs_handle mount, int32_t* fd) {
-  return with_handle<Mount>(mount, [&](Mount& found) -> Status {
-    if (found.journal() == nullptr) return Status(EOPNOTSUPP, "the mount has no keeper");
-    *fd = found.journal()->fd();
-    return {};
-  });
-}
 
 gpufs_status gpufs_mount_release_forgotten(gpufs_handle mount) {
   return with_handle<Mount>(mount, [&](Mount& found) { found.release_forgotten(); });
@@ -133,10 +124,6 @@ gpufs_status gpufs_mount_close_handles(gpufs_handle mount, const uint64_t* handl
 
 gpufs_status gpufs_mount_survives(gpufs_handle mount) {
   return with_handle<Mount>(mount, [&](Mount& found) -> Status { return found.survives(); });
-}
-
-gpufs_status gpufs_mount_hold_again(gpufs_handle mount) {
-  return with_handle<Mount>(mount, [&](Mount& found) -> Status { return found.hold_again(); });
 }
 
 gpufs_status gpufs_mount_start(gpufs_handle mount) {

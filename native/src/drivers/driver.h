@@ -87,8 +87,8 @@ class MemoryKeeper {
   virtual void drop(std::uint64_t key) = 0;
   // Waits until what was dropped is closed: it is memory that the device still lacks.
   virtual void settle() = 0;
-  // Some memory could not be kept: no other process can take over.
-  virtual void lose(const Status& reason) = 0;
+  // Memory that has no descriptor exists until drop(): no other process can take over before. Returns its key.
+  virtual std::uint64_t lose(const Status& reason) = 0;
   // What the last process has kept of a memory, in order of the offsets. Once for each.
   virtual std::vector<KeptPiece> take(std::uint64_t memory) = 0;
 };

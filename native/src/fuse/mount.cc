@@ -232,12 +232,6 @@ Status Mount::restore() {
   return {};
 }
 
-Status Mount::hold_again() {
-  if (kept_ == nullptr) return Status(EOPNOTSUPP, "the mount has no keeper");
-  kept_->hold_again();
-  return {};
-}
-
 Status Mount::resume() {
   const int error = transport_.notify(kNotifyResend, {});
   return error == 0 ? Status() : Status::from_errno(error, "asking the kernel for unanswered requests");

@@ -73,8 +73,6 @@ class Mount final : private RequestHandler {
   // OK if another process can continue the mount; else the reason for users.
   [[nodiscard]] Status survives() const;
   [[nodiscard]] const journal::Journal* journal() const { return records_.journal(); }
-  // EOPNOTSUPP without a keeper.
-  Status hold_again();
 
   // Readable once the connection has ended. Valid for the mount's life.
   [[nodiscard]] int ended_fd() const { return ended_.get(); }

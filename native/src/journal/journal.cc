@@ -218,16 +218,27 @@ std::uint64_t Journal::block_bytes(std::uint64_t value_bytes) {
   return std::bit_ceil(std::max(kBlockHeader + value_bytes, kSmallestBlock));
 }
 
-Status Journal::health() const {
+Status Journal::health() {
   const std::lock_guard lock(mutex_);
-  return health_;
+  if (!unwritten_.empty()) write_missing();
+  return unwritten_.empty() ? Status() : reason_;
 }
 
-void Journal::give_up(Status reason) {
-  if (!health_.ok()) return;
-  log_error("this mount will not survive its daemon: ", reason.message());
-  health_ = std::move(reason);
-  header().given_up.store(1);
+void Journal::write_missing() {
+  for (auto next = unwritten_.begin(); next != unwritten_.end();) {
+    const auto& [key, value] = *next;
+    const std::uint64_t offset = block_for(value.size());
+    if (offset == 0 && reason_.error() == ENOMEM) return;
+    const auto present = next++;
+    if (offset == 0) continue;  // too large
+    fill(offset, key, value, {});
+    commit({&offset, 1}, {});
+    Entry& entry = entries_[key];
+    removed_.erase(entry.order);
+    entry.block = offset;
+    unwritten_.erase(present);
+  }
+  if (unwritten_.empty()) header().given_up.store(0);
 }
 
 Status Journal::add_segment(std::size_t size_class) {
@@ -314,31 +325,38 @@ void Journal::begin(std::uint64_t order) {
   under_way_.insert(order);
 }
 
-std::uint64_t Journal::write(Key key, std::span<const std::byte> head, std::span<const std::byte> tail) {
-  const std::uint64_t bytes = head.size() + tail.size();
-  const auto size_class = static_cast<std::size_t>(std::countr_zero(block_bytes(bytes)) -  //
+std::uint64_t Journal::block_for(std::uint64_t value_bytes) {
+  const auto size_class = static_cast<std::size_t>(std::countr_zero(block_bytes(value_bytes)) -  //
                                                    std::countr_zero(kSmallestBlock));
-  std::uint64_t offset = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    if (size_class >= kSizeClasses) {
-      give_up(Status(EFBIG, "a value of " + std::to_string(bytes) + " bytes is too large for the journal"));
+  if (size_class >= kSizeClasses) {
+    reason_ = Status(EFBIG, "a value of " + std::to_string(value_bytes) + " bytes is too large for the journal");
+    return 0;
+  }
+  if (classes_[size_class].with_free.empty() && classes_[size_class].spare == 0) {
+    if (Status added = add_segment(size_class); !added.ok()) {
+      reason_ = std::move(added);
       return 0;
     }
-    if (classes_[size_class].with_free.empty() && classes_[size_class].spare == 0) {
-      if (Status added = add_segment(size_class); !added.ok()) {
-        give_up(std::move(added));
-        return 0;
-      }
-    }
-    offset = take_block(size_class);
   }
+  return take_block(size_class);
+}
+
+void Journal::fill(std::uint64_t offset, Key key, std::span<const std::byte> head, std::span<const std::byte> tail) {
   Block& fresh = block(offset);  // free for all others until it is committed
   fresh.key = key;
-  fresh.value_bytes = bytes;
+  fresh.value_bytes = head.size() + tail.size();
   std::byte* const value = base_ + offset + sizeof(Block);
   if (!head.empty()) std::memcpy(value, head.data(), head.size());
   if (!tail.empty()) std::memcpy(value + head.size(), tail.data(), tail.size());
+}
+
+std::uint64_t Journal::write(Key key, std::span<const std::byte> head, std::span<const std::byte> tail) {
+  std::uint64_t offset = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    offset = block_for(head.size() + tail.size());
+  }
+  if (offset != 0) fill(offset, key, head, tail);
   return offset;
 }
 
@@ -410,13 +428,13 @@ void Journal::commit(std::span<const std::uint64_t> fresh, std::span<const std::
   for (const std::uint64_t offset : obsolete) release(offset);
 }
 
-void Journal::end(std::uint64_t began, std::span<const Change> changes) {
+void Journal::end(std::uint64_t began, std::span<Change> changes) {
   const std::lock_guard lock(mutex_);
   std::vector<std::uint64_t>& fresh = fresh_;
   std::vector<std::uint64_t>& obsolete = obsolete_;
   fresh.clear();
   obsolete.clear();
-  for (const Change& change : changes) {
+  for (Change& change : changes) {
     Entry& entry = entries_[change.key];
     if (entry.order > change.order) {  // a later change was committed earlier
       if (change.block != 0) release(change.block);
@@ -430,6 +448,8 @@ void Journal::end(std::uint64_t began, std::span<const Change> changes) {
     }
     if (entry.block == 0 && entry.order != 0) removed_.erase(entry.order);
     entry = {change.block, change.order};
+    if (!unwritten_.empty()) unwritten_.erase(change.key);
+    if (change.unwritten) unwritten_.emplace(change.key, std::move(*change.unwritten));
     if (change.block != 0) {
       fresh.push_back(change.block);
     } else {
@@ -438,7 +458,11 @@ void Journal::end(std::uint64_t began, std::span<const Change> changes) {
   }
   std::bitset<kSizeClasses> smaller;  // the size classes that have fewer values now
   for (const std::uint64_t offset : obsolete) smaller.set(block(offset).size_class);
+  if (!unwritten_.empty() && header().given_up.exchange(1) == 0) {
+    log_error("this mount does not survive its daemon at the moment: ", reason_.message());
+  }
   commit(fresh, obsolete);
+  if (unwritten_.empty()) header().given_up.store(0);
   for (std::size_t size_class = 0; size_class < kSizeClasses; ++size_class) {
     if (smaller[size_class]) compact(size_class);
   }
@@ -465,10 +489,13 @@ Transaction::~Transaction() {
 void Transaction::put(Key key, std::span<const std::byte> head, std::span<const std::byte> tail) {
   const std::uint64_t order = journal_.next_order();
   const std::uint64_t block = journal_.write(key, head, tail);
-  if (block != 0) changes_.push_back({key, block, order});
+  changes_.push_back({key, block, order, {}});
+  if (block != 0) return;
+  Journal::Value& value = changes_.back().unwritten.emplace(head.begin(), head.end());
+  value.insert(value.end(), tail.begin(), tail.end());
 }
 
-void Transaction::remove(Key key) { changes_.push_back({key, 0, journal_.next_order()}); }
+void Transaction::remove(Key key) { changes_.push_back({key, 0, journal_.next_order(), {}}); }
 
 void Transaction::commit() {
   open_ = false;

@@ -19,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <vector>
@@ -47,8 +48,9 @@ class Journal {
   [[nodiscard]] std::uint64_t bytes() const;
   // Memory of the block that a value of this size takes.
   [[nodiscard]] static std::uint64_t block_bytes(std::uint64_t value_bytes);
-  // Why values are missing: there was no memory for one, or it was too large. Nothing can be restored from then on.
-  [[nodiscard]] Status health() const;
+  // Why values are missing: there was no memory for them, or they are too large. Nothing can be restored until they are
+  // written: each call tries that again.
+  [[nodiscard]] Status health();
 
   // Calls visit(id, value) for the values of a kind, in the order of their ids. visit must not call this object.
   template <typename Visit>
@@ -65,11 +67,13 @@ class Journal {
   enum class BlockState : std::uint32_t;
   struct Block;
 
-  // A value that is written and not committed. block 0: the key is to be removed.
+  using Value = std::vector<std::byte>;
+  // A value that is written and not committed. block 0: the key is to be removed, or there was no memory for the value.
   struct Change {
     Key key;
     std::uint64_t block = 0;  // offset in the file, as everywhere
     std::uint64_t order = 0;
+    std::optional<Value> unwritten;
   };
   // block 0: removed, and kept while transactions under way may have an older value.
   struct Entry {
@@ -102,7 +106,8 @@ class Journal {
   void begin(std::uint64_t order);
   // The block; 0: see health().
   std::uint64_t write(Key key, std::span<const std::byte> head, std::span<const std::byte> tail);
-  void end(std::uint64_t began, std::span<const Change> changes);
+  void fill(std::uint64_t offset, Key key, std::span<const std::byte> head, std::span<const std::byte> tail);
+  void end(std::uint64_t began, std::span<Change> changes);
 
   // The rest needs the mutex.
   // ENOMEM: the machine has no memory for it.
@@ -114,6 +119,9 @@ class Journal {
   std::uint64_t take_units(std::size_t count);
   // From a segment that has one, the spare one at last.
   std::uint64_t take_block(std::size_t size_class);
+  // One for a value of this size; 0: see reason_.
+  std::uint64_t block_for(std::uint64_t value_bytes);
+  void write_missing();
   void release(std::uint64_t offset);
   // While more than a third of the blocks of a size are free: moves the values of the emptiest segment into others.
   void compact(std::size_t size_class);
@@ -121,7 +129,6 @@ class Journal {
   bool evacuate(std::uint64_t start);
   // Makes `fresh` live and `obsolete` free, at once for whoever restores the journal.
   void commit(std::span<const std::uint64_t> fresh, std::span<const std::uint64_t> obsolete);
-  void give_up(Status reason);
   [[nodiscard]] Header& header() const;
   [[nodiscard]] Block& block(std::uint64_t offset) const;
   [[nodiscard]] std::span<const std::byte> value_of(std::uint64_t offset) const;
@@ -141,7 +148,8 @@ class Journal {
   std::uint64_t used_bytes_ = 0;
   std::vector<std::uint64_t> fresh_;  // of the commit in progress, as below: they keep their memory
   std::vector<std::uint64_t> obsolete_;
-  Status health_;
+  std::map<Key, Value> unwritten_;  // the last values, of which the file has none
+  Status reason_;                   // why
 };
 
 // Changes that are committed together. One thread at a time. Destroyed without commit() it has changed nothing.

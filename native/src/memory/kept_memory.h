@@ -1,5 +1,5 @@
-// Hands the descriptors of device memory to the keeper, the process that outlives this one (native/keeper/), and gets
-// those back that the last process had handed to it. The journal has what they are descriptors of.
+// Has the keeper hold the descriptors of device memory, and gets those back that it held for the last process. The
+// journal has what they are descriptors of.
 // Ownership: shared by the devices and the mount. Thread-safe.
 #pragma once
 
@@ -7,44 +7,35 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <vector>
 
-#include "base/keeper_messages.h"
 #include "base/status.h"
 #include "base/unique_fd.h"
 #include "drivers/driver.h"
 #include "journal/journal.h"
+#include "journal/keeper_link.h"
 
 namespace gpufs {
 
 class KeptMemory final : public MemoryKeeper {
  public:
-  // The keys of descriptors of memory; the control plane uses lower ones.
-  static constexpr std::uint64_t kFirstKey = std::uint64_t{1} << 32;
-
-  struct Held {
-    std::uint64_t key;
-    UniqueFd descriptor;
-  };
-
-  // keeper: the socket, which is the caller's. held: what the last process handed over.
-  KeptMemory(std::shared_ptr<journal::Journal> journal, int keeper, std::vector<Held> held);
+  // Takes over the descriptors of memory that the keeper holds for the last process.
+  KeptMemory(std::shared_ptr<journal::Journal> journal, std::shared_ptr<KeeperLink> keeper);
 
   std::uint64_t new_memory() override { return memories_.next(); }
   std::uint64_t hold(std::uint64_t memory, std::uint64_t offset, std::uint64_t bytes, int descriptor) override;
   void drop(std::uint64_t key) override;
-  void settle() override;
-  void lose(const Status& reason) override;
+  void settle() override { keeper_->settle(); }
+  std::uint64_t lose(const Status& reason) override;
   std::vector<KeptPiece> take(std::uint64_t memory) override;
 
   // Has the keeper drop what nothing has taken, and what was dropped until now; once everything is restored. Before, it
   // still has all that the last process has kept: if the restore fails, another process can try again.
   void drop_untaken();
-  // Hands over everything again: another keeper is at the other end of the socket.
-  void hold_again();
-  // The mount has ended, and the caller closes the socket: nothing is sent from now on.
-  void end();
-  // OK while the keeper has everything.
+  // The mount has ended: nothing is sent from now on.
+  void end() { keeper_->stop(); }
+  // Why some memory cannot be held; OK if all can.
   [[nodiscard]] Status health() const;
 
  private:
@@ -54,19 +45,16 @@ class KeptMemory final : public MemoryKeeper {
     Extent where;
   };
 
-  void send_locked(keeper::Kind kind, std::uint64_t key, int descriptor);
-
   const std::shared_ptr<journal::Journal> journal_;
   journal::Numbers memories_;
   journal::Numbers keys_;
-  const int keeper_;
+  const std::shared_ptr<KeeperLink> keeper_;
 
-  mutable std::mutex mutex_;           // guards all below, over sending; order of locks: docs/design/requests.md#locks
-  std::map<std::uint64_t, int> held_;  // descriptors of the callers, which stay open until drop()
+  mutable std::mutex mutex_;                                 // guards all below
   std::map<std::uint64_t, std::vector<KeptPiece>> untaken_;  // of the last process, by memory
-  bool restoring_;                                           // until drop_untaken(), if anything was held
-  Status health_;                                            // of the keeper
-  Status lost_;                                              // see lose()
+  bool restoring_ = false;                                   // until drop_untaken(), if anything was held
+  std::set<std::uint64_t> lost_;                             // see lose()
+  Status reason_;                                            // the last one
 };
 
 }  // namespace gpufs

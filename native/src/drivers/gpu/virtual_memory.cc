@@ -66,7 +66,7 @@ void PhysicalMemory::keep(std::uint64_t memory, std::uint64_t offset) {
   if (device_->keeper() == nullptr) return;
   Result<UniqueFd> descriptor = export_new();
   if (!descriptor.ok()) {
-    device_->keeper()->lose(descriptor.status());
+    key_ = device_->keeper()->lose(descriptor.status());
     return;
   }
   descriptor_ = descriptor.take();
