@@ -13,14 +13,13 @@ from gpufs._naming import lazy
 if TYPE_CHECKING:
     from gpufs.client._cancellation import Cancellation
     from gpufs.copying.calls import Copier, copy, copy_files, copy_tree
-    from gpufs.copying.types import CopyError, CopyOptions, CopyProgress, CopyResult
+    from gpufs.copying.types import CopyError, CopyProgress, CopyResult
 
 # A module whose name begins with a dot is beside this package.
 _MODULES = {
     "Cancellation": "_cancellation",
     "Copier": ".copying.calls",
     "CopyError": ".copying.types",
-    "CopyOptions": ".copying.types",
     "CopyProgress": ".copying.types",
     "CopyResult": ".copying.types",
     "copy": ".copying.calls",
@@ -32,7 +31,6 @@ __all__ = [
     "Cancellation",
     "Copier",
     "CopyError",
-    "CopyOptions",
     "CopyProgress",
     "CopyResult",
     "copy",

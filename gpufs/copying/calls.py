@@ -92,8 +92,8 @@ def copy(
     >>> gpufs.copy("model.safetensors", "/mnt/gpufs/gpu0").bytes  # doctest: +SKIP
     8589934592
     """
-    options = CopyOptions(fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial)
-    with Copier(options, notice=_warning_here()) as copier:
+    options = {"fsync": fsync, "verify": verify, "preserve": preserve, "partial": partial}
+    with Copier(fastpath=fastpath, notice=_warning_here(), **options) as copier:
         return copier.copy_file(source, destination, progress=progress, cancel=cancel)
 
 
@@ -249,19 +249,29 @@ class Copier(FileCopier):
 
     Parameters
     ----------
-    options : CopyOptions, optional
-        fastpath, fsync, verify, preserve and partial, as for :func:`gpufs.copy`.
+    fastpath, fsync, verify, preserve, partial
+        As for :func:`gpufs.copy`.
     notice : callable, optional
         Called with one line, once for each mount whose daemon cannot be reached.
 
     Examples
     --------
-    >>> with gpufs.client.Copier(gpufs.client.CopyOptions(verify=True)) as copier:  # doctest: +SKIP
+    >>> with gpufs.client.Copier(verify=True) as copier:  # doctest: +SKIP
     ...     copier.copy_file("weights", "/mnt/gpufs/gpu0/weights")
     """
 
-    def __init__(self, options: CopyOptions | None = None, *, notice: Callable[[str], None] | None = None) -> None:
-        super().__init__(options or CopyOptions(), notice)
+    def __init__(
+        self,
+        *,
+        fastpath: Fastpath = "auto",
+        fsync: bool = False,
+        verify: bool = False,
+        preserve: bool = False,
+        partial: bool = False,
+        notice: Callable[[str], None] | None = None,
+    ) -> None:
+        options = CopyOptions(fastpath=fastpath, fsync=fsync, verify=verify, preserve=preserve, partial=partial)
+        super().__init__(options, notice)
 
     def copy_file(
         self, source: _Path, destination: _Path, *, progress: Progress = None, cancel: Cancellation | None = None

@@ -22,6 +22,7 @@ from gpufs.copying.types import (
     NotOnMountCopyError,
     Outcome,
     Progress,
+    copy_error,
 )
 from gpufs.syscalls import Closing
 
@@ -112,7 +113,7 @@ class FileCopier(Closing):
                     *(self.context, source, located), stream=stream, identity=identity, progress=progress, cancel=cancel
                 ).run()
         except OSError as error:  # of the destination's directory
-            raise entries.open_failure(error, destination.path) from None
+            raise copy_error(error, destination.path) from None
 
     def copy_to_stream(
         self, source: Entry, destination_fd: int, *, progress: Progress, cancel: Cancellation

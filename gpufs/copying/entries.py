@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from typing import Final, Literal, NamedTuple, Protocol, Self
 
 from gpufs import safe_path
-from gpufs.copying.types import CopyError, DaemonDiedCopyError, NotOnMountCopyError
-from gpufs.exceptions import DEAD, text_of
+from gpufs.copying.types import CopyError, NotOnMountCopyError, copy_error
+from gpufs.exceptions import text_of
 from gpufs.new_file import NewFile
 from gpufs.syscalls import close_all, closed_after, path_of
 
@@ -179,14 +179,6 @@ def find_targets(
         yield named
 
 
-def open_failure(error: OSError, path: str) -> CopyError:
-    """The error for the user; one that is for the user already stays what it is."""
-    if isinstance(error, CopyError):
-        return error
-    cls = DaemonDiedCopyError if error.errno in DEAD else CopyError
-    return cls(error.errno or errno.EIO, text_of(error), path)
-
-
 def open_path(entry: Entry) -> int:
     """An O_PATH descriptor of the file: opening it has no effect on a FIFO or a device."""
     flags = os.O_PATH | os.O_CLOEXEC | (0 if entry.follow else os.O_NOFOLLOW)
@@ -215,7 +207,7 @@ def open_source(entry: Entry) -> OpenFile:
             os.close(fd)
             raise
     except OSError as error:
-        raise open_failure(error, entry.path) from None
+        raise copy_error(error, entry.path) from None
 
 
 def size_of(file: OpenFile) -> int:
@@ -271,7 +263,7 @@ def open_destination(
             finally:
                 os.close(named)
     except OSError as error:
-        raise open_failure(error, entry.path) from None
+        raise copy_error(error, entry.path) from None
     raise CopyError(errno.EBUSY, "other processes create and remove it all the time", entry.path)
 
 
@@ -300,7 +292,7 @@ def open_new(
             raise
         return new
     except OSError as error:
-        raise open_failure(error, entry.path) from None
+        raise copy_error(error, entry.path) from None
 
 
 def is_link(entry: Entry) -> bool:

@@ -18,7 +18,7 @@ from gpufs.copying import entries
 from gpufs.copying.entries import Entry, OpenFile
 from gpufs.copying.identity import Identity
 from gpufs.copying.job import CopyContext, CopyJob
-from gpufs.copying.types import CopyError, CopyProgress, Outcome, Progress
+from gpufs.copying.types import CopyError, CopyProgress, Outcome, Progress, copy_error
 from gpufs.syscalls import close_all
 
 
@@ -57,7 +57,7 @@ class FanOut:
                     if (status.st_dev, status.st_ino) in seen:
                         raise CopyError(errno.EINVAL, "is given more than once as a destination", destination.path)
                 except OSError as error:  # also of the destination's directory
-                    self._outcomes[place] = entries.open_failure(error, destination.path)
+                    self._outcomes[place] = copy_error(error, destination.path)
                     continue
                 seen.add((status.st_dev, status.st_ino))
                 groups[status.st_dev][place] = job
@@ -104,7 +104,7 @@ class FanOut:
             self._outcomes[place] = job.run()
             return OpenFile(job.destination.entry, fd, os.fstat(fd))
         except OSError as error:
-            self._outcomes[place] = entries.open_failure(error, job.destination.entry.path)
+            self._outcomes[place] = copy_error(error, job.destination.entry.path)
             return None
 
     def _report(self, place: int, progress: CopyProgress) -> None:

@@ -101,7 +101,7 @@ class Save(FileCopier):
         self.left_out = ""  # the first of others' files that the caller may not read, and how many there are
         self.left_out_count = 0
         self._manifest: ManifestWriter | None = None
-        self._tree = -1
+        self.tree = -1
         try:
             header = Header(
                 version=VERSION,
@@ -112,7 +112,7 @@ class Save(FileCopier):
             )
             self._manifest = ManifestWriter(self._new.fd, header)
             os.mkdir(TREE, 0o700, dir_fd=self._new.fd)
-            self._tree = os.open(TREE, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._new.fd)
+            self.tree = os.open(TREE, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._new.fd)
         except BaseException:
             self.close()
             raise
@@ -128,9 +128,9 @@ class Save(FileCopier):
         self._reader.close()
         if self._manifest is not None:
             self._manifest.close()
-        if self._tree >= 0:
-            os.close(self._tree)
-            self._tree = -1
+        if self.tree >= 0:
+            os.close(self.tree)
+            self.tree = -1
         self._new.close()
         super().close()
 
@@ -180,10 +180,6 @@ class Save(FileCopier):
         if first is not None:
             self._further.append((path, first))
         return first
-
-    def open_tree(self) -> int:
-        """Return another descriptor of the directory with the files."""
-        return os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._tree)
 
     def shown(self, path: str) -> str:
         """Return the name of a saved file, for messages."""
@@ -264,7 +260,7 @@ class Save(FileCopier):
         assert self._manifest is not None
         for path, first in self._further:  # in the tree they are for people alone, where the file system can
             try:
-                os.link(first, path, src_dir_fd=self._tree, dst_dir_fd=self._tree, follow_symlinks=False)
+                os.link(first, path, src_dir_fd=self.tree, dst_dir_fd=self.tree, follow_symlinks=False)
             except OSError as error:
                 if error.errno not in _NO_HARD_LINKS:
                     raise
@@ -294,7 +290,7 @@ class _SavedTree:
     def __init__(self, save: Save, name: str) -> None:
         self._save = save
         self._name = name
-        self._directories: dict[Folder, int] = {}  # those that are open
+        self._directories: dict[Folder | None, int] = {None: save.tree}  # those that are open
 
     def enter(self, step: Step) -> bool:
         """Create a directory. Return whether it can be filled."""
@@ -315,16 +311,12 @@ class _SavedTree:
         return True
 
     def _make(self, folder: Folder, name: str) -> int:
-        if folder.parent is None and not self._name:
-            return self._save.open_tree()
-        above, name = (self._save.open_tree(), self._name) if folder.parent is None else (-1, name)
-        try:
-            directory = above if folder.parent is None else self._directories[folder.parent]
-            os.mkdir(name, 0o700, dir_fd=directory)
-            return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-        finally:
-            if above >= 0:
-                os.close(above)
+        above = self._directories[folder.parent]
+        if folder.parent is None:
+            name = self._name or "."
+        if name != ".":
+            os.mkdir(name, 0o700, dir_fd=above)
+        return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
 
     def file(self, step: Step) -> Entry | None:
         """Return the name of a file, None for a further name of one and for what the caller may not read."""
@@ -342,7 +334,7 @@ class _SavedTree:
         except OSError as error:
             self._save.failed(step.path, error)
             return None
-        return Entry(self._save.shown(path), step.name, self._directory(step), follow=False)
+        return Entry(self._save.shown(path), step.name, self._directories[step.folder], follow=False)
 
     def _may_read(self, source: Entry, status: os.stat_result) -> bool:
         if os.geteuid() in (0, status.st_uid):
@@ -360,7 +352,7 @@ class _SavedTree:
                 named = _named(path, status, read_xattrs(path_of(fd)))
             if stat.S_ISLNK(status.st_mode):
                 target = os.readlink(step.source.name, dir_fd=step.source.directory)
-                os.symlink(target, step.name, dir_fd=self._directory(step))
+                os.symlink(target, step.name, dir_fd=self._directories[step.folder])
                 self._save.write(Symlink(**named, target=text_of_name(target)))
             else:
                 kind = _KIND_NAMES[stat.S_IFMT(status.st_mode)]
@@ -368,10 +360,6 @@ class _SavedTree:
                 self._save.write(Special(**named, kind=kind, major=major, minor=minor))
         except OSError as error:
             self._save.failed(step.path, error)
-
-    def _directory(self, step: Step) -> int:
-        assert step.folder is not None
-        return self._directories[step.folder]
 
     def _write(self, path: str, record: Directory) -> None:
         try:
