@@ -60,7 +60,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <initializer_list>
 #include <iterator>
 #include <map>
@@ -452,8 +451,9 @@ class Keeper {
     const ssize_t bytes = ::pread(found->second.get(), former, sizeof former, 0);
     std::uint64_t deaths = 0;
     std::from_chars(former, former + std::max<ssize_t>(bytes, 0), deaths);
-    const auto now = std::to_string(std::time(nullptr));
-    write_lines(found->second.get(), std::to_string(deaths + 1) + "\n" + now + "\n" + reason_ + "\n");
+    const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
+    write_lines(found->second.get(),
+                std::to_string(deaths + 1) + "\n" + std::to_string(now.count()) + "\n" + reason_ + "\n");
   }
 
   // Answers a request of the kernel with EIO.
