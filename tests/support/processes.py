@@ -175,7 +175,7 @@ class Snapshot:
     """What one process holds."""
 
     descriptors: int
-    memfds: int
+    memfds: int  # memory of files
     threads: int
     resident_bytes: int
     kinds: collections.Counter[str] = field(compare=False, repr=False)
@@ -186,7 +186,7 @@ class Snapshot:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         return cls(
             descriptors=kinds.total(),
-            memfds=sum(n for name, n in kinds.items() if name.startswith("/memfd:")),
+            memfds=sum(n for name, n in kinds.items() if name.startswith("/memfd:gpufs-buffer")),
             threads=len(os.listdir(f"/proc/{pid}/task")),
             resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
             kinds=kinds,

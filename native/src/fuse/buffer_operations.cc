@@ -171,7 +171,7 @@ void BufferOperations::read_later(const File& file, const fuse_read_in& in, std:
 void BufferOperations::fill_later(const File& file, const fuse_read_in& in, std::uint64_t bytes, Responder responder) {
   long_requests_.retry_until_memory(
       *file->inode, std::move(responder), [this, file, in, bytes](Cancellation&, Responder& reply) {
-        const Status filled = file->inode->buffer()->pin_for_write(in.offset, bytes).status();
+        const Status filled = file->inode->buffer()->allocate(in.offset, bytes, /*keep_size=*/true);
         if (!filled.ok()) return client_error(filled, "a page of a mapping");
         std::vector<std::byte> memory(static_cast<std::size_t>(bytes));
         return reply_from_copy(*file->inode, in, memory, Wait::kAllowed, reply);
