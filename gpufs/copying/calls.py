@@ -163,8 +163,8 @@ def copy_tree(
     source: _Path,
     destination: _Path,
     *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     update: bool = False,
     inplace: bool = False,
     symlinks: bool = False,
@@ -189,7 +189,7 @@ def copy_tree(
         The directory to copy.
     destination : path or URL
         The directory that becomes its copy. It is created if it is missing; the one above it must exist.
-    include, exclude : sequence of str
+    include, exclude : str or sequence of str
         Patterns of the files to copy, and of those to leave out, as the options of `gpufs cp`: ``*.safetensors`` is
         compared with names, a pattern with a slash with paths below the source.
     update : bool
@@ -234,8 +234,8 @@ def copy_tree(
         recursive=True,
         dereference=not symlinks,
         exact=True,
-        include=tuple(include),
-        exclude=tuple(exclude),
+        include=_patterns(include),
+        exclude=_patterns(exclude),
         update=update,
         replace=update and not inplace,
     )
@@ -287,7 +287,17 @@ class Copier(FileCopier):
         return results[0]
 
 
+def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else tuple(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{pattern!r} is not a pattern: a str is expected")
+    return patterns
+
+
 def _names(given: _Path | Iterable[_Path]) -> list[str]:
+    if not isinstance(given, str | bytes | os.PathLike | Iterable):
+        raise TypeError(f"{given!r} is not a path")
     names = [given] if isinstance(given, str | bytes | os.PathLike) else given
     return [os.fsdecode(name) for name in names]
 
@@ -308,6 +318,8 @@ def _copy(
         raise TypeError(f"progress: {progress!r} cannot be called")
     if cancel is not None and not isinstance(cancel, Cancellation):
         raise TypeError(f"cancel: {cancel!r} is not a Cancellation")
+    if not isinstance(jobs, int):
+        raise TypeError(f"jobs: {jobs!r} is not a number")
     for name, value in (("jobs", jobs), ("sources", len(sources)), ("destinations", len(ends))):
         if value < 1:
             raise ValueError(f"{name}: {value} is less than 1")

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Literal, TypeAlias
 
 from gpufs import mounting
@@ -45,12 +45,13 @@ def delete_others(
     *,
     dry_run: bool = False,
     below: str = "",
+    keeps_times: bool = False,
 ) -> None:
     """Remove all below a directory that is not among the names of its source, or is there of another kind.
 
     What --include and --exclude leave out of the copy stays, and so do the directories that have it, and what
     --partial goes on with. OSError EINVAL for the root of a mount, whose directories are devices and disks. ``below``:
-    only this directory, and what it has.
+    only this directory, and what it has. ``keeps_times``: directories that stay have their times already.
     """
     base = base.as_directory()._replace(follow=False)
     try:
@@ -71,7 +72,7 @@ def delete_others(
             if (below and not f"{path}/".startswith(f"{below}/")) or path in parts:
                 continue
             try:
-                if _delete_unless_named(step, names, gone, dry_run=dry_run):
+                if _delete_unless_named(step, names, gone, dry_run=dry_run, keeps_times=keeps_times):
                     gone.add(step.path)
                     report.deleted(os.path.join(step.path, "") if step.kind == "leave" else step.path)
             except OSError as error:
@@ -85,26 +86,26 @@ def _walk(base: Entry, fail: Fail) -> Steps:
         yield from walk_files(located, fail, recursive=True, dereference=False)
 
 
-def _delete_unless_named(step: Step, names: Names, gone: set[str], *, dry_run: bool) -> bool:
+def _delete_unless_named(step: Step, names: Names, gone: set[str], *, dry_run: bool, keeps_times: bool) -> bool:
     """Remove what a walk has found, unless the source has it. Return whether it is gone, or would be."""
     folder = step.folder
     if step.kind == "file" and folder is not None and names.get(step.below) != "file":
         assert isinstance(step.source, Entry)
         if not dry_run:
-            with _writable(folder):
+            with _writable(folder, keeps_times):
                 os.unlink(step.source.name, dir_fd=folder.fd)
         return True
     if step.kind != "leave" or folder is None or folder.parent is None or names.get(folder.below) == "directory":
         return False
     if dry_run:
         return all(os.path.join(folder.path, name) in gone for name in os.listdir(folder.path))
-    with _writable(folder.parent):
+    with _writable(folder.parent, keeps_times):
         os.rmdir(os.path.basename(folder.below), dir_fd=folder.parent.fd)
     return True
 
 
 @contextmanager
-def _writable(folder: Folder) -> Iterator[None]:
+def _writable(folder: Folder, keeps_times: bool) -> Iterator[None]:
     """Let the owner of a directory change it, whatever its mode is."""
     status = folder.status
     assert status is not None
@@ -117,3 +118,6 @@ def _writable(folder: Folder) -> Iterator[None]:
     finally:
         if closed:
             os.fchmod(folder.fd, mode)
+        if keeps_times:
+            with suppress(OSError):  # another user's
+                os.utime(folder.fd, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -276,7 +276,8 @@ class Receiver(Report):
         if self._incomplete:
             self._tell(messages.Notice("nothing is deleted, for not all of the source can be read"))
         else:
-            delete_others(self.bases[0], self._names, self._selection, self.cancel, self)
+            base, keeps_times = self.bases[0], self.request.preserve
+            delete_others(base, self._names, self._selection, self.cancel, self, keeps_times=keeps_times)
 
     def make_way(self, step: Step, entry: Entry) -> None:
         """Remove a directory that has the name of a file, with --delete. It comes before the other removals."""
