@@ -17,7 +17,7 @@ from gpufs.exceptions import DEAD
 _STATES: Final = {**dict.fromkeys(DEAD, "dead"), ETIMEDOUT: "no answer"}
 _REMEDIES: Final = {
     "dead": "gpufs umount {0} removes the mount, and gpufs mount {0} makes a new one",
-    "no answer": "gpufs umount --force {0} ends it, with its files",
+    "no answer": "kill -9 of its daemon lets another one take over, gpufs umount --force {0} ends it with its files",
 }
 
 

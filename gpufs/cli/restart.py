@@ -7,6 +7,7 @@ import time
 import click
 
 from gpufs import config, mounting
+from gpufs._version import __version__
 from gpufs.cli import _mounts, _queries
 from gpufs.cli._options import complete_mounts, for_each_mount, timeout_option
 from gpufs.cli._output import Failure, complain, printable
@@ -53,11 +54,15 @@ def _restart(path: str, timeout: float) -> None:
     while True:
         left = timeout - (time.monotonic() - began)
         if left <= 0:
-            raise Failure(f"{path}: no daemon has taken over within {timeout:g} seconds: the log gives the reason")
+            hangs = f", or kill -9 {former} ends one that hangs, and the next one takes over" if former else ""
+            text = f"no daemon has taken over within {timeout:g} seconds: the log gives the reason{hangs}"
+            raise Failure(f"{path}: {text}")
         (status,) = _queries.statuses([entry], lambda _: [], left)
         if status["state"] == "ok" and status["pid"] != former:
             seconds = time.monotonic() - began
             text = f"process {status['pid']} serves the mount with version {status['version']}, {seconds:.1f} s"
+            if status["version"] != __version__:
+                raise Failure(f"{path}: {text}: it is of another installation than this gpufs {__version__}")
             print(f"{printable(path)}: {text}")
             return
         time.sleep(_PAUSE)

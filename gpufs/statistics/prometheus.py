@@ -69,7 +69,7 @@ def _label(text: str | None) -> str:
 def _families(mounts: Mapping[str, dict[str, Any]]) -> Iterator[Metric]:
     build = GaugeMetricFamily("gpufs_build_info", "1; the labels say what runs.", labels=[*_MOUNT, "version", "driver"])
     started = GaugeMetricFamily(
-        "gpufs_start_time_seconds", "When the mount's process began, in seconds since 1970.", labels=_MOUNT
+        "gpufs_start_time_seconds", "When the mount's daemon began, in seconds since 1970.", labels=_MOUNT
     )
     deaths = CounterMetricFamily("gpufs_deaths", "Daemons of the mount that have died.", labels=_MOUNT)
     for mountpoint, counters in mounts.items():
