@@ -40,7 +40,7 @@ def open_engine(values: dict[str, Any], statistics_path: str, *, again: bool) ->
         break
     notes = []
     if wanted == "auto" and opened.driver == HOST:
-        devices = opened.devices
+        devices = [device for device in opened.devices if not device.info.host_tier]
         each = bytes_text(devices[0].info.total_bytes) + f" on each of {len(devices)} devices" * (len(devices) > 1)
         notes.append(f"no GPU was found: the files are in host memory, {each} (--driver host is the same without this)")
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -78,8 +78,8 @@ class FileLayout:
         if self.first_tensor != new.first_tensor:
             return (
                 f"its tensors begin at byte {self.first_tensor}, and in the new version at byte {new.first_tensor}, "
-                "because the header is longer or shorter: gpufs.torch.publish(replace=True) keeps its length, with "
-                "space for some more metadata"
+                "because the header is longer or shorter: a first version that gpufs.torch.publish(replace=True) has "
+                "written has space for longer metadata"
             )
         if self.size != new.size:
             return f"it has {self.size} bytes, and the new version {new.size}"
