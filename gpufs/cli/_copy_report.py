@@ -248,7 +248,8 @@ class CopyReport(CountingReport):
         if error.errno == errno.EPIPE and destination == STREAM:
             self._report(source, destination, errno.EPIPE, "", error)  # as other programs, silently
         elif error.errno == errno.ECANCELED and self.cancel.cancelled:
-            text = f"interrupted: {error.left or 'nothing is left of the copy (--partial keeps it)'}"
+            hint = "" if self._options.partial else " (--partial keeps it)"
+            text = f"interrupted: {error.left or f'nothing is left of the copy{hint}'}"
             self._report(source, destination, errno.ECANCELED, text, error)
         else:
             self._report(source, destination, error.errno or errno.EIO, str(error), error, names_files=True)

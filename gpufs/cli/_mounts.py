@@ -103,7 +103,6 @@ def daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> list[i
 def detached() -> list[tuple[str, int]]:
     """Find daemons whose mount is hidden but in use: its former path, and the process."""
     found = []
-    visible = {entry.device for entry in mounting.mounts()}
     for pid in _processes():
         try:
             words = _words(pid, os.stat(f"/proc/{pid}").st_uid)
@@ -113,9 +112,10 @@ def detached() -> list[tuple[str, int]]:
         except OSError:
             continue
         devices = _devices(held)
-        if mounting.FUSE_DEVICE in held and devices and not devices & visible:
-            found.append((os.fsdecode(words[-1]), pid))
-    return found
+        if mounting.FUSE_DEVICE in held and devices:
+            found.append((os.fsdecode(words[-1]), pid, devices))
+    visible = {entry.device for entry in mounting.mounts()}  # last: a mount may just have appeared
+    return [(path, pid) for path, pid, devices in found if not devices & visible]
 
 
 def open_daemons(mountpoint: str, entry: mounting.MountEntry | None = None) -> AbstractContextManager[list["Process"]]:

@@ -285,7 +285,9 @@ class StoreCopies:
             checksum = waiting.result(sending, lambda: cancel.cancelled, report)
         finally:
             stopped.set()
-            wait([sending], waiting.END_SECONDS)  # an upload that ends early is removed from the store
+            # An upload that ends early is removed from the store.
+            if wait([sending], waiting.END_SECONDS).not_done and self._context.notice is not None:
+                self._context.notice(f"{url.shown}: the server does not answer, and may keep parts of the upload")
         digest = None
         if self._context.options.verify:
             content = blocks(opened.fd, lambda: cancel.cancelled)

@@ -64,6 +64,11 @@ def _select(url: Url, found: list[StoreFile], *, recursive: bool) -> list[StoreF
         files = [replace(one, path=posixpath.basename(one.url.key)) for one in matching]
         if not files:
             raise StoreError(errno.ENOENT, "no file matches", url.shown)
+        depth = url.key.count("/") + 1
+        above = ("/".join(one.url.key.split("/")[:depth]) for one in found if one.url.key.count("/") >= depth)
+        if recursive and (directory := next((path for path in above if _matches(path, url.key)), None)):
+            text = f"a pattern stands for files, and {directory} is a directory that matches: name it, or leave out -r"
+            raise StoreError(errno.EISDIR, text, url.shown)
     elif files := [replace(one, path=url.name) for one in found if one.url.key == url.key]:
         return files
     else:

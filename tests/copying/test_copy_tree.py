@@ -47,6 +47,12 @@ def test_a_directory_becomes_the_copy_itself(root: Path, tree: Path) -> None:
     assert not gpufs.copy_tree(root / "copy", tree.parent / "back", update=True)
     chosen = gpufs.copy_tree(tree, root / "chosen", include=["*.json", "weights"], exclude=["deep"])
     assert [result.destination for result in chosen] == [f"{root}/chosen/config.json"]
+    (one,) = gpufs.copy_tree(tree, root / "one", include="*.json", exclude="deep")
+    assert one.destination == f"{root}/one/config.json"
+    with pytest.raises(TypeError, match="pattern"):
+        gpufs.copy_tree(tree, root / "one", include=[3])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="None"):
+        gpufs.copy_tree(None, root / "one")  # type: ignore[arg-type]
 
 
 def test_links_may_stay_links(root: Path, tree: Path) -> None:

@@ -164,7 +164,9 @@ def test_sync(root: Path, host: Path, remote: tuple[str, ...], way: str) -> None
     os.utime(source / "one", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert sync() == (0, 1, [])
     shown = f"b:{copy}" if way != "here" else str(copy)
+    os.utime(source, ns=(10**18, 10**18))
     assert sync("--delete", "--checksum", "--exclude", "kept") == (1, 0, [f"{shown}/deep/two", f"{shown}/deep/"])
+    assert copy.stat().st_mtime_ns == 10**18
     assert sync("--checksum") == (0, 1, [])
     assert (copy / "one").read_bytes() == noise(5001)[1:]
     assert left(copy) == ["kept", "one"]

@@ -102,6 +102,7 @@ def test_patterns_and_several_names(root: Path, s3: S3) -> None:
     put(s3, **{"m/1.bin": b"1", "m/2.bin": b"2", "m/2.txt": b"t", "m/deep/3.bin": b"3", "n/1.bin": b"n"})
     gpufs_here("cp", "s3://models/m/*.bin", root)
     assert left(root) == ["1.bin", "2.bin"]
+    assert "m/deep is a directory" in refused_here("-r", "s3://models/m/*", root)
     done = json.loads(gpufs_here("cp", "-n", "--json", "s3://models/m/[12].*", root).stdout)
     assert (done["files"], done["skipped"]) == (1, 2)
     assert "no file matches" in refused_here("s3://models/m/*.none", root)
