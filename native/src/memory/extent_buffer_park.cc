@@ -151,7 +151,10 @@ Status ExtentBuffer::change_parked(const std::function<Status(ExtentBuffer&)>& c
 }
 
 void ExtentBuffer::watch_parked() {
-  parked_->watch({.moved = [this] { watcher_.moved(); }});
+  // Transfers, and what frees it, may have it for longer than this buffer exists.
+  parked_->watch({.moved = [watched = owner()] {
+    if (const std::shared_ptr<ExtentBuffer> buffer = watched.lock()) buffer->watcher_.moved();
+  }});
   parked_bytes_.store(parked_->bytes_held(), std::memory_order_release);
 }
 
