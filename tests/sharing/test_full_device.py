@@ -152,7 +152,7 @@ def test_what_a_full_device_refuses_works_once_there_is_memory(
             array.close()
         path.unlink()
     filler.unlink()
-    # What is parked changes where it is, but for what a program attaches, and for what nothing was left of.
+    # A parked file changes where it is. An attachment needs the device, and so does a file that was emptied first.
     is_parked = "parked" in state or (asleep and all(asleep))
     refused = {"attach", "write again"} if is_parked else {"append", "fallocate"}
     changed = {*CHANGES} - refused if is_parked else set[str]()

@@ -156,7 +156,7 @@ class HangingMount:
         return int(Path(f"/sys/fs/fuse/connections/{number}/waiting").read_text())
 
     def hanging(self) -> int:
-        """Requests that the server has got and does not answer: a signal to who sent them does not end these."""
+        """Count the requests that the server has and does not answer. A signal to their sender does not end them."""
         came = self._server.stdout
         assert came is not None
         while select.select([came], [], [], 0)[0] and (more := os.read(came.fileno(), 4096)):

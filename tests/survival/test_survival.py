@@ -478,7 +478,7 @@ def test_restart(survivor: Survivor) -> None:
 
 
 def test_deaths_are_counted_whoever_keeps_the_mount(survivor: Survivor) -> None:
-    """How many daemons died, when and of what the last one did; a restart is no death, and another keeper goes on."""
+    """The mount shows how many daemons died, and when and of what the last one did. A restart does not count."""
     (survivor.device / "file").write_bytes(b"contents")
     first = survivor.report()
     assert first["deaths"]["count"] == 0

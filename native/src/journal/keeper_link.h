@@ -56,7 +56,7 @@ class KeeperLink {
   // Waits a moment until the keeper has handled what was sent.
   void settle();
 
-  // Nothing is sent from now on, but for the END of end().
+  // Sends nothing from now on, except END by end().
   void stop();
   // Ends the keeper, which closes everything that it holds. When no other call is in progress.
   void end();
