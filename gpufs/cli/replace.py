@@ -1,4 +1,4 @@
-"""gpufs replace: a new version of a file takes its place."""
+"""gpufs replace: a new version of a file, or of a model's directory, takes its place."""
 
 import os
 
@@ -17,6 +17,9 @@ from gpufs.formats import FormatError
 def command(new: str, file: str) -> None:
     """Give the name of FILE to NEW, a complete new version of it on the same device, in one step.
 
+    FILE may be the directory of a model of safetensors files. The two directories are exchanged then: NEW is the
+    version before, which you may remove, or bring back by the same command. What follows holds for each of its files.
+
     Both must have the same layout: the same size, and for files whose tensors gpufs finds (safetensors, GGUF, npy, npz,
     torch.save) the same names, types, shapes and offsets. Metadata may differ. NEW gets FILE's mode, access
     control list and pin, and its owner if you may set that.
@@ -30,4 +33,5 @@ def command(new: str, file: str) -> None:
         raise Failure(f"{os.fsdecode(error.filename or file)}: {text_of(error)}") from None
     except FormatError as error:
         raise Failure(str(error)) from None
-    print(f"replaced: {printable(file)}, {bytes_text(os.stat(file).st_size)}")
+    after = f"{printable(new)} is the version before" if os.path.isdir(file) else bytes_text(os.stat(file).st_size)
+    print(f"replaced: {printable(file)}, {after}")

@@ -9,7 +9,8 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from gpufs import mounting, protocol
@@ -66,7 +67,8 @@ class Attachment:
         self.mapping = mapping
         self.followers: weakref.WeakSet[Any] = weakref.WeakSet()  # each a gpufs.Follower
         self.layout: Any = None  # of the version in use, if something follows the file
-        self.following = threading.RLock()  # one change of the version at a time, with what the followers do then
+        # What stat(2) said of the directory whose files follow together, if this is one of them.
+        self.directory: tuple[int, int, int, int] | None = None
         self.is_lost = False  # the memory is mapped no longer, since a change of the version failed in the middle
         self._lock = threading.Lock()  # one refresh, sleep, wake or change of the version at a time
         self._pci_address = answer.pci_address
@@ -141,55 +143,52 @@ class Attachment:
 
     def take_newest(self) -> bool:
         """Take over the newest version if somebody follows the file."""
-        with self.following:
+        with following:
             return any(follower.take_newest() for follower in list(self.followers)[:1])  # for all of them
 
-    def take_version(self, path: str, check: Callable[[int], object]) -> bool:
-        """Map the file that has a name now at the addresses of this one, and end the lease on this one.
+    def _find_version(self, path: str, check: Callable[[Attachment, int], object]) -> _Version | None:
+        """Lease the file that a name leads to now. None if it is this file, or there is none."""
+        try:
+            fd, mounts = _open_file(path, self.mode)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            error.filename = self.path
+            raise
+        with closed_after(fd):
+            status = os.fstat(fd)
+            identity = status.st_dev, status.st_ino
+            if identity == self.identity:
+                return None
+            if status.st_dev != self.identity[0]:
+                raise OSError(errno.EXDEV, "the new version is on another mount", self.path)
+            layout = check(self, fd)
+            connection, (answer, pieces) = _lease(fd, mounts, self.mode, self.placement)
+        version = _Version(self, identity, layout, connection, answer, pieces)
+        try:
+            self._check_version(answer, pieces)
+        except BaseException:
+            version.drop()
+            raise
+        return version
 
-        A failure leaves everything as it is, unless its text says otherwise. What sleeps is awake afterwards. ``check``
-        gets an open descriptor of the file and returns its layout; what it raises refuses the version. False if it is
-        this file, or none.
-        """
-        with self._lock:
-            try:
-                fd, mounts = _open_file(path, self.mode)
-            except FileNotFoundError:
-                return False
-            with closed_after(fd):
-                status = os.fstat(fd)
-                if (status.st_dev, status.st_ino) == self.identity:
-                    return False
-                if status.st_dev != self.identity[0]:
-                    raise OSError(errno.EXDEV, "the new version is on another mount", path)
-                layout = check(fd)
-                connection, (answer, pieces) = _lease(fd, mounts, self.mode, self.placement)
-            try:
-                self._check_version(answer, pieces, path)
-                self.mapping.clear()  # waits for all work on the device; a failure unmaps nothing
-            except BaseException:
-                close_all([piece.fd for piece in pieces])
-                connection.detach(answer.id)
-                raise
-            try:
-                _add(self.mapping, pieces, answer, path)
-            except BaseException as error:
-                try:
-                    self._map_old_version(error)
-                finally:
-                    connection.detach(answer.id)
-                raise
-            self._explain()
-            former = self._connection, self._number
-            self._finalizer.detach()
-            self._own((status.st_dev, status.st_ino), connection, answer.id)
-            self.is_asleep = self.is_lost = False
-            self.size, self.layout = answer.size, layout
-            former[0].detach(former[1])
-            return True
+    def _map_version(self, version: _Version) -> None:
+        pieces, version.pieces = version.pieces, []
+        _add(self.mapping, pieces, version.answer, self.path)
 
-    def _check_version(self, answer: protocol.Attached, pieces: list[SharedPiece], path: str) -> None:
+    def _adopt(self, version: _Version) -> None:
+        """Keep the lease of the version that is mapped, and end the former one."""
+        self._explain()
+        former = self._connection, self._number
+        self._finalizer.detach()
+        self._own(version.identity, version.connection, version.answer.id)
+        self.is_asleep = self.is_lost = False
+        self.size, self.layout = version.answer.size, version.layout
+        former[0].detach(former[1])
+
+    def _check_version(self, answer: protocol.Attached, pieces: list[SharedPiece]) -> None:
         """OSError if the memory of a new version cannot be mapped at the addresses of this one."""
+        path = self.path
         if answer.pci_address != self._pci_address:
             raise OSError(errno.EXDEV, "the new version is on another device", path)
         if answer.private and not self.private:
@@ -228,6 +227,63 @@ class Attachment:
         """Say which accesses to the memory are fatal from now on."""
         if self.driver == HOST:
             self.mapping.explain_accesses(_READ_ONLY_HERE.format(path=self.path) if self.mode == READ else "")
+
+
+@dataclass(slots=True)
+class _Version:
+    """The newest version of a file: leased, and not yet mapped."""
+
+    attachment: Attachment
+    identity: tuple[int, int]
+    layout: object
+    connection: Connection
+    answer: protocol.Attached
+    pieces: list[SharedPiece]
+
+    def drop(self) -> None:
+        close_all([piece.fd for piece in self.pieces])
+        self.connection.detach(self.answer.id)
+
+
+following: Final = threading.RLock()  # one change of versions at a time, with what the followers do then
+
+
+def take_versions(
+    named: Sequence[tuple[Attachment, str]],
+    check: Callable[[Attachment, int], object],
+    check_all: Callable[[], None] = lambda: None,
+) -> bool:
+    """Map the files that have names now at the addresses of their older versions, and end the leases on those.
+
+    All of them or none: a failure leaves everything as it is, unless its text says otherwise. What sleeps is awake
+    afterwards. ``check`` gets an open descriptor of each new file and returns its layout; what it raises refuses the
+    version, and so does what ``check_all`` raises once all are leased. False if nothing is newer. The caller holds
+    ``following``.
+    """
+    versions: list[_Version] = []
+    unmapped: list[Attachment] = []
+    with ExitStack() as locked:
+        for attachment, _ in named:
+            locked.enter_context(attachment._lock)
+        try:
+            for attachment, path in named:
+                if (version := attachment._find_version(path, check)) is not None:
+                    versions.append(version)
+            check_all()
+            for version in versions:
+                version.attachment.mapping.clear()  # waits for all work on the device; a failure unmaps nothing
+                unmapped.append(version.attachment)
+                version.attachment._map_version(version)
+        except BaseException as error:
+            with ExitStack() as undone:  # all of it, whatever fails
+                for version in versions:
+                    undone.callback(version.drop)
+                for attachment in unmapped:
+                    undone.callback(attachment._map_old_version, error)
+            raise
+        for version in versions:
+            version.attachment._adopt(version)
+    return bool(versions)
 
 
 def check_together(attached: Sequence[Attachment], what: protocol.Move) -> None:

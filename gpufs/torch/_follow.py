@@ -38,9 +38,11 @@ def follow(tensors: Followed, *, on_forward: bool = True, others: Literal["refus
     Parameters
     ----------
     tensors
-        A module with its parameters and buffers, a tensor, several, or what `load_file` returned. Those in files all
-        lie in one. Of a module or a dict, those that are private copies of what the file has under their names (cast,
-        moved, cloned, in shared memory) get the new values by a copy; so do buffers, whatever their values are.
+        A module with its parameters and buffers, a tensor, several, or what `load_file` returned. Those in files lie in
+        one, or in those of a sharded model: a directory with ``model.safetensors.index.json``, which follows as a whole
+        (`gpufs replace NEWDIR DIR`). Of a module or a dict, those that are private copies of what the files have under
+        their names (cast, moved, cloned, in shared memory) get the new values by a copy; so do buffers, whatever their
+        values are.
     on_forward
         Of a module: whether it takes over the newest version at the beginning of its ``forward``. A version that cannot
         be used is logged as a warning there, once, and the module goes on with the old one; attempts that fail take at
@@ -62,8 +64,8 @@ def follow(tensors: Followed, *, on_forward: bool = True, others: Literal["refus
     Raises
     ------
     ValueError
-        None of the tensors lies in a file, or they lie in several: those cannot be replaced in one step, and `publish`
-        writes all tensors of a module into one. Tensors that ``others`` is about. Other reasons as for `gpufs.follow`.
+        None of the tensors lies in a file, or they lie in files that are not those of one index. Tensors that
+        ``others`` is about. Other reasons as for `gpufs.follow`.
 
     Examples
     --------
@@ -77,22 +79,19 @@ def follow(tensors: Followed, *, on_forward: bool = True, others: Literal["refus
     if not isinstance(tensors, (torch.nn.Module, torch.Tensor, Mapping)):
         tensors = list(tensors)
     files = {id(file.attached): file for tensor in _named(tensors).values() if (file := file_of(tensor)) is not None}
-    if len(files) != 1:
-        paths = ", ".join(sorted({file.counts.path for file in files.values()})[:3])
-        raise ValueError(
-            f"the tensors lie in {len(files)} attached files ({paths}), which cannot be replaced in one step: "
-            "write them into one with gpufs.torch.publish(), and load that"
-            if files
-            else "none of these tensors lies in a file of a gpufs mount"
-        )
-    (file,) = files.values()
-    if not isinstance(file.attached, Attachment):
-        raise ValueError(f"{file.counts.path}: a copy of a small file cannot follow it")
-    followed = _FollowedTensors(tensors, file, file.attached, keep=others == "keep")
+    memories = list(files.values())
+    if not memories:
+        raise ValueError("none of these tensors lies in a file of a gpufs mount")
+    attached = []
+    for memory in memories:
+        if not isinstance(memory.attached, Attachment):
+            raise ValueError(f"{memory.counts.path}: a copy of a small file cannot follow it")
+        attached.append(memory.attached)
+    followed = _FollowedTensors(tensors, memories, attached, keep=others == "keep")
     followed.check()
     if not isinstance(tensors, torch.nn.Module) or not on_forward:
-        return Follower(file.attached, check=followed.check, changed=followed.copy)
-    follower = Follower(file.attached, check=followed.check, changed=followed.copy, closed=lambda: hook.remove())
+        return Follower(*attached, check=followed.check, changed=followed.copy)
+    follower = Follower(*attached, check=followed.check, changed=followed.copy, closed=lambda: hook.remove())
     hook = tensors.register_forward_pre_hook(_before_forward)
     if (former := _by_module.pop(tensors, None)) is not None:
         former.close()
@@ -111,26 +110,29 @@ def _named(tensors: Any) -> dict[str, torch.Tensor]:
 
 
 class _FollowedTensors:
-    """What a program has of a file: the file's memory, and copies of what it has under their names."""
+    """What a program has of files that follow together: their memory, and copies of what they have by their names."""
 
-    def __init__(self, tensors: Any, memory: FileMemory, attached: Attachment, *, keep: bool) -> None:
+    def __init__(self, tensors: Any, memories: list[FileMemory], attached: list[Attachment], *, keep: bool) -> None:
         self._tensors: Callable[[], Any] = lambda: tensors
         if isinstance(tensors, torch.nn.Module):
             self._tensors = weakref.ref(tensors)
-        self._memory = memory
+        self._memories = memories
         self._attached = attached
         self._keep = keep
         self._kept: set[str] = set()  # the tensors that stay, at the last check
-        self._names: set[str] = set()  # of the tensors in the file
-        layout = FileLayout.read(memory.counts.path, BoundedFile(memory.size, memory.read)).layout
-        self._file = SafetensorsFile(memory) if layout is not None and layout.format == "safetensors" else None
-        if self._file is not None and isinstance(tensors, (torch.nn.Module, Mapping)):
-            self._names = set(self._file.names())
+        self._files: dict[str, SafetensorsFile] = {}  # by the names of their tensors
+        for memory in memories:
+            layout = FileLayout.read(memory.counts.path, BoundedFile(memory.size, memory.read)).layout
+            if layout is not None and layout.format == "safetensors":
+                file = SafetensorsFile(memory)
+                self._files |= dict.fromkeys(file.names(), file)
+        # The tensors in the files, where the program's have names, too.
+        self._names = set(self._files) if isinstance(tensors, (torch.nn.Module, Mapping)) else set()
 
     def _outside(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that the program has now and that are not memory of the file."""
+        """Return the tensors that the program has now and that are not memory of the files."""
         named = _named(self._tensors())
-        return {name: value for name, value in named.items() if value.numel() and file_of(value) is not self._memory}
+        return {name: value for name, value in named.items() if value.numel() and file_of(value) not in self._memories}
 
     def check(self) -> None:
         """Look at what there is now. ValueError with the names of what can become no new version."""
@@ -151,7 +153,7 @@ class _FollowedTensors:
         if reasons and not self._keep:
             text = "; ".join(shortened([f"{name} {reason}" for name, reason in reasons.items()]))
             raise ValueError(
-                f"{self._memory.counts.path}: not all tensors can follow it: {text}. "
+                f"{self._memories[0].counts.path}: not all tensors can follow it: {text}. "
                 'others="keep" of gpufs.torch.follow() lets those stay as they are'
             )
         self._kept = computed | reasons.keys()
@@ -160,22 +162,23 @@ class _FollowedTensors:
         """Return why a tensor is no copy of what the file has under its name; None if it is one."""
         if (other := file_of(value)) is not None:
             return f"lies in {other.counts.path}"
-        if self._file is None:
+        if not self._files:
             return "is a copy, and copies follow safetensors files only"
         if name not in self._names:
             return "is not in the file" if self._names else "is a copy without a name: pass the module or the dict"
         if value.layout != torch.strided or value.is_quantized or value.is_meta or hasattr(value, "__tensor_flatten__"):
             return f"has another form here than in the file ({type(value).__name__})"
-        shape, dtype = self._file.shape(name), self._file.dtype(name)
+        file = self._files[name]
+        shape, dtype = file.shape(name), file.dtype(name)
         if tuple(value.shape) != shape:
             return f"has the shape {list(value.shape)} here and {list(shape)} in the file"
         if value.dtype != dtype and not {value.dtype, dtype} <= _CAST:
             return f"is {value.dtype} here and {dtype} in the file"
         if any_value:
             return None
-        if self._attached.is_asleep or self._attached.is_lost:
+        if any(each.is_asleep or each.is_lost for each in self._attached):
             return "is a copy, which cannot be compared now: update when the file is awake"
-        stored = self._file.uncounted(name).to(value.device, value.dtype)
+        stored = file.uncounted(name).to(value.device, value.dtype)
         return None if torch.equal(_bytes_of(stored), _bytes_of(value)) else "has other values here than in the file"
 
     def _packed(self, module: torch.nn.Module) -> set[str]:
@@ -194,8 +197,7 @@ class _FollowedTensors:
         copies = {name: value for name, value in self._outside().items() if name in self._names - self._kept}
         with torch.inference_mode():
             for name, value in copies.items():
-                assert self._file is not None
-                value.copy_(self._file.uncounted(name))
+                value.copy_(self._files[name].uncounted(name))
         for device in {value.device for value in copies.values() if value.is_cuda}:
             torch.cuda.synchronize(device)
 
