@@ -233,8 +233,8 @@ def test_no_volume_without_its_model(node: Node, tmp_path: Path) -> None:
     kubelet.start()
 
 
-def test_what_another_user_has_is_not_the_plugins(tmp_path: Path, node: Node) -> None:
-    """Nor what the mount's owner shows under its name. Nobody else enters the directory that it makes."""
+def test_another_users_directory_of_models(tmp_path: Path, node: Node) -> None:
+    """It refuses volumes, also for what the mount's owner shows there. Nobody else enters the directory that it makes."""
     precious = tmp_path / "precious"
     (precious / "below").mkdir(parents=True)
     forged = "mkdir -p csi/x/.gpufs; echo hf://org/model >csi/x/.gpufs/source; touch csi/x/.gpufs/keep"
@@ -245,13 +245,14 @@ def test_what_another_user_has_is_not_the_plugins(tmp_path: Path, node: Node) ->
         for before in (f"ln -s {precious} csi", forged):
             run("setpriv", "--reuid", str(NOBODY), "--clear-groups", "sh", "-c", before, cwd=mount.device)
             with Kubelet(Path(tempfile.mkdtemp(dir=tmp_path)), mount.path, environment) as kubelet:
+                name = mount.device / "csi"
+                assert str(name) in refused("UNAVAILABLE", partial(kubelet.publish, "v1"))
+                assert name.lstat().st_uid == NOBODY
+                run("rm", "-r", name)
                 check(kubelet.publish("v1"))
                 kubelet.unpublish("v1")
-                mine = (mount.device / "csi").lstat()
-                assert (stat.filemode(mine.st_mode), mine.st_uid) == ("drwx------", 0)
-            (other,) = mount.device.glob("csi-*")
-            assert other.lstat().st_uid == NOBODY
-            run("rm", "-r", other, mount.device / "csi")
+                assert (stat.filemode(name.lstat().st_mode), name.lstat().st_uid) == ("drwx------", 0)
+                name.rmdir()
         assert os.listdir(precious) == ["below"]
         # One of an administrator, who has limited it, is used, and closed.
         (mount.device / "csi").mkdir(0o755)
