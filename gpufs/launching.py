@@ -57,7 +57,9 @@ def check_mountpoint(path: str, mountpoint: str, *, non_empty: bool) -> None:
         text = f"{os.strerror(errno.EACCES)} (plain users mount only on directories that they may write to)"
         fail(errno.EACCES, text)
     if not non_empty and _has_files(mountpoint):
-        text = "the directory is not empty: --allow-non-empty mounts there, and hides its files until the mount ends"
+        text = (
+            "the directory is not empty: --allow-non-empty or allow_non_empty=True hides its files until the mount ends"
+        )
         fail(errno.ENOTEMPTY, text)
 
 

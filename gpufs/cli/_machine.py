@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpufs import config, safe_path
-from gpufs.cli import _answers, _mounts
+from gpufs.cli import _answers, _mounts, _queries
 from gpufs.mounting import MountEntry
 from gpufs.syscalls import closed_after
 from gpufs.units import bytes_text
@@ -97,6 +97,10 @@ def _raises_rights(program: str) -> bool:
         return False
 
 
+def _statuses(entries: Sequence[MountEntry]) -> list[dict[str, Any]]:
+    return _queries.statuses(entries, str, config.STATUS_TIMEOUT.default)
+
+
 @dataclass(slots=True)
 class Environment:
     """A machine, as the checks see it. ``root`` is where /proc, /sys, /dev, /etc and /boot are found."""
@@ -109,6 +113,8 @@ class Environment:
     access: Callable[[Path, int], bool] = os.access
     raises_rights: Callable[[str], bool] = _raises_rights
     mounts: Callable[[], Sequence[MountEntry]] = _mounts.chosen
+    # Their states, as `gpufs status` has them.
+    statuses: Callable[[Sequence[MountEntry]], list[dict[str, Any]]] = _statuses
     probe: Callable[[Sequence[str]], dict[str, Any]] = _probe
 
     def text(self, path: str) -> str | None:

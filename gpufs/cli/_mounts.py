@@ -235,24 +235,28 @@ def _same_namespace(pid: int) -> bool:
 class MountCopy(NamedTuple):
     """A copy of a mount, or of a part of it, in another mount namespace."""
 
-    pid: int  # one process of the namespace
+    pid: int  # a process of the namespace, one that uses it if there is any
     program: str
     mountpoint: str  # as that process sees it
 
 
 def copies(devices: Collection[str]) -> list[MountCopy]:
     """Find mounts with these device numbers in other mount namespaces, by one process of each that we may see."""
-    asked = {os.readlink("/proc/self/ns/mnt")}
-    elsewhere = []
+    places: dict[str, list[str]] = {os.readlink("/proc/self/ns/mnt"): []}  # by namespace
+    elsewhere: dict[tuple[str, str], MountCopy] = {}
+    used = set()
     for pid in sorted(_processes()):
         with suppress(OSError):
-            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
-            if namespace in asked:
-                continue
-            program, seen = _program(pid), mounting.mounts(str(pid))
-            asked.add(namespace)
-            elsewhere += [MountCopy(pid, program, entry.mountpoint) for entry in seen if entry.device in devices]
-    return elsewhere
+            namespace, program = os.readlink(f"/proc/{pid}/ns/mnt"), _program(pid)
+            if namespace not in places:
+                places[namespace] = [one.mountpoint for one in mounting.mounts(str(pid)) if one.device in devices]
+            for place in places[namespace]:
+                key = namespace, place
+                if key not in used and _uses(pid, place):
+                    used.add(key)
+                    elsewhere[key] = MountCopy(pid, program, place)
+                elsewhere.setdefault(key, MountCopy(pid, program, place))
+    return list(elsewhere.values())
 
 
 def _program(pid: int) -> str:
@@ -265,23 +269,25 @@ def users(mountpoint: str) -> list[str]:
 
     Processes of other mount namespaces, too, where a copy of the mount is at the same place.
     """
-    prefix = mountpoint.rstrip("/") + "/"
+    prefix = f"{mountpoint.rstrip('/')}/"
     below = (entry.mountpoint for entry in mounting.listed() if entry.mountpoint.startswith(prefix))
     holders = [f"what is mounted at {path}" for path in below][:_NAMED]
     for pid in _processes():
         if len(holders) == _NAMED or pid == os.getpid():
             continue
-        links = [f"/proc/{pid}/cwd", f"/proc/{pid}/root", f"/proc/{pid}/exe"]
-        try:
-            links += [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
-            with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
-                mapped = prefix in file.read()
-            name = _program(pid)
-        except OSError:
-            continue
-        if mapped or any(_points_below(link, prefix) for link in links):
-            holders.append(f"{name} ({pid})")
+        with suppress(OSError):
+            if _uses(pid, mountpoint):
+                holders.append(f"{_program(pid)} ({pid})")
     return holders
+
+
+def _uses(pid: int, mountpoint: str) -> bool:
+    """Return whether a process has something below a directory open, mapped or as its own directory. OSError."""
+    prefix = f"{mountpoint.rstrip('/')}/"
+    links = [f"/proc/{pid}/cwd", f"/proc/{pid}/root", f"/proc/{pid}/exe"]
+    links += [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
+    with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
+        return prefix in file.read() or any(_points_below(link, prefix) for link in links)
 
 
 def _points_below(link: str, prefix: str) -> bool:

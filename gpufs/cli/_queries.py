@@ -117,6 +117,14 @@ def cell(value: object) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
+def deaths_text(status: dict[str, Any]) -> str:
+    """Return how many daemons of a mount have died and of what the last one did; "" if none has."""
+    if not (deaths := status.get("deaths", {})).get("count"):
+        return ""
+    last = f"the last at {clock_text(deaths['last'])}: {deaths['cause'] or 'unknown reason'}"
+    return f"{deaths['count']} of its daemons, {last}"
+
+
 # ---- leases ----
 
 

@@ -12,6 +12,7 @@ from gpufs._version import __version__
 from gpufs.cli._machine import Environment, ProbedDriver
 from gpufs.cli._main import complete_files
 from gpufs.cli._output import bytes_text, json_text, printable
+from gpufs.cli._queries import deaths_text
 from gpufs.drivers import DRIVERS
 
 OK: Final = "ok"
@@ -43,7 +44,7 @@ def command(paths: tuple[str, ...], as_json: bool) -> int:
 
     Reports the devices found, whether copies can bypass host memory (fastpath), the system's limits, and how to fix
     each problem. For PATHs, which are files of the host: which way copies of them would take, and why. Exit code 0 if
-    a mount would work, 1 if there is a problem.
+    a mount would work, 1 if there is a problem. Mounts that do not answer, or whose daemons died, are notes.
     """
     findings = examine(Environment(), paths)
     problems = any(finding.state == PROBLEM for finding in findings)
@@ -73,6 +74,7 @@ def examine(environment: Environment, names: Sequence[str]) -> list[Finding]:
     return [
         *mounting(environment),
         *limits(environment),
+        *mounts(environment),
         *speed(environment),
         *drivers(probed),
         *fastpath(probed),
@@ -146,6 +148,18 @@ def limits(environment: Environment) -> Iterator[Finding]:
             yield Finding("limits", name, NOTE, text, f"raise {knob} or more")
 
 
+def mounts(environment: Environment) -> Iterator[Finding]:
+    """Report the mounts that do not answer, or whose daemons have died."""
+    for status in environment.statuses(environment.mounts()):
+        name, error, deaths = status["mountpoint"], status["error"], deaths_text(status)
+        if status["state"] not in ("ok", "private"):
+            yield Finding("mounts", name, NOTE, error, f"gpufs status {name} says more")
+        elif deaths:
+            yield Finding("mounts", name, NOTE, f"works; {deaths}", "see its log for what they died of")
+        else:
+            yield Finding("mounts", name, OK, error or "works")
+
+
 def speed(environment: Environment) -> Iterator[Finding]:
     """Check the settings of the kernel without which a mount is slower."""
     for entry in environment.mounts():
@@ -196,7 +210,10 @@ def fastpath(probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
 
 def paths(environment: Environment, names: Sequence[str], probed: Sequence[ProbedDriver]) -> Iterator[Finding]:
     """Check which way copies of each file take on each driver with devices, and why."""
+    mountpoints = [entry.mountpoint for entry in environment.mounts()]
     for name in names:
+        if name and os.path.abspath(name) in mountpoints:
+            continue  # it is among the mounts
         try:
             probe = environment.probe(["path", os.path.abspath(name)]) if name else {"error": "an empty name"}
         except FileNotFoundError:

@@ -19,7 +19,7 @@ def command(mountpoints: tuple[str, ...], listen: tuple[str, int] | None, timeou
     """Print the metrics of the mounts of this machine for Prometheus.
 
     Of all mounts, or of the given MOUNTPOINTs. Every series has the label mountpoint, that of a device the label
-    device. A mount that does not answer has only the series gpufs_up, with the value 0.
+    device. The series gpufs_up is 0 for a mount that is dead or hangs; a dead one has no others.
     """
     # Other commands do not need them.
     from prometheus_client import start_http_server

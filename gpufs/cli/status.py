@@ -8,7 +8,7 @@ from gpufs import config
 from gpufs.cli import _mounts, _queries
 from gpufs.cli._options import complete_mounts, timeout_option
 from gpufs.cli._output import Failure, bytes_text, clock_text, complain, json_text, printable, table, table_lines
-from gpufs.cli._queries import cell, memory_cells
+from gpufs.cli._queries import cell, deaths_text, memory_cells
 
 
 @click.command(name="status")
@@ -82,9 +82,11 @@ def _state(status: dict[str, Any]) -> str:
 def _row(status: dict[str, Any]) -> tuple[str, ...]:
     devices = status["devices"]
     known = status["state"] == "ok"
+    deaths = status.get("deaths", {}).get("count")
+    state = status["error"] if status["state"] == "private" else status["state"]
     return (
         status["mountpoint"],
-        status["error"] if status["state"] == "private" else status["state"],
+        f"{state}, {deaths} deaths" if deaths else state,
         cell(status["pid"]),
         cell(status["driver"]),
         str(len(devices)) if known else "-",
@@ -101,9 +103,8 @@ def _details(status: dict[str, Any]) -> list[str]:
         facts.append(("started", clock_text(status["started"])))
     if "survives" in status:
         facts.append(("survives", "yes" if status["survives"] else f"no: {status.get('survival_obstacle', '-')}"))
-    if (deaths := status.get("deaths", {})).get("count"):
-        last = f"the last at {clock_text(deaths['last'])}: {deaths['cause'] or 'unknown reason'}"
-        facts.append(("deaths", f"{deaths['count']} of its daemons, {last}"))
+    if deaths := deaths_text(status):
+        facts.append(("deaths", deaths))
     width = max(len(key) for key, _ in facts)
     lines = [f"{key:<{width}}  {printable(value)}" for key, value in facts]
     if status["devices"]:

@@ -266,7 +266,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
         "entry_timeout",
         kinds.duration(0, 86400),
         1.0,
-        "How long the kernel may cache a name.",
+        "How long the kernel may cache a name. Names of directories in device memory it caches always.",
     ),
     Knob(
         "mount_timeout",

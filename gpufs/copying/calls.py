@@ -225,6 +225,8 @@ def copy_tree(
     --------
     >>> results = gpufs.copy_tree("hf://Qwen/Qwen3-8B", "/mnt/gpufs/gpu0/qwen", include=["*.safetensors", "*.json"])
     """
+    if inplace and not update:
+        raise ValueError("inplace=True needs update=True: without it existing files are overwritten in any case")
     options = CopyOptions(
         fastpath=fastpath,
         fsync=fsync,
@@ -327,8 +329,8 @@ def _copy(
     report = _Collected(copier, progress, sources[0], len(ends), is_one=len(sources) == 1 and not is_tree)
     failure: CopyError | None = None
     with (cancel or Cancellation()).follower() as stop:
-        loop = TreeCopy(copier, stop, report)
         try:
+            loop = TreeCopy(copier, stop, report)
             with loop.opened(sources, ends, in_directory=in_directory, is_one=is_one) as find:
                 loop.run(find, jobs)
             report.tick()

@@ -162,7 +162,7 @@ def find_targets(
     except (FileNotFoundError, NotADirectoryError) as error:
         if directory:
             raise OSError(
-                error.errno, f"{text_of(error)}: -t and patterns need a directory that exists", destination
+                error.errno, f"{text_of(error)}: several files need a directory that exists", destination
             ) from None
         if len(sources) > 1:
             text = f"is not a directory, and there are {len(sources)} sources for it"

@@ -33,7 +33,7 @@ class HostNames(NamedTuple):
         if report.error:
             text = report.text
             if self.source and report.error == errno.ENOENT and any(character in source for character in "*?["):
-                text += " (patterns are not expanded there: name the files, or copy the directory by -r)"
+                text += " (patterns are not expanded there: name the files, or copy the directory)"
             names = [name for name in (source, end) if name] or [self.peer]
             return error_class(report.error)(report.error, text, *names)
         if isinstance(report, messages.Failed) or report.skipped:

@@ -20,7 +20,7 @@ from gpufs.copying.entries import Entry, data_bytes, find_targets, kind_of
 from gpufs.copying.patterns import Selection
 from gpufs.copying.tree import FileTree, TreeState, adopt, has_attributes
 from gpufs.copying.types import STREAM, CopyResult, Outcome, Report, as_os_error, check_options
-from gpufs.copying.walk import Folder, Step, Steps, replay, walk_files, walk_store
+from gpufs.copying.walk import HINT, Folder, Step, Steps, replay, walk_files, walk_store
 from gpufs.exceptions import text_of
 from gpufs.syscalls import start_thread
 
@@ -35,7 +35,7 @@ _REFRESH: Final = 0.1
 # Time for an interrupted copy to leave a consistent destination. Longer than a connection waits for a daemon.
 _INTERRUPT_SECONDS: Final = 10.0
 _END_SECONDS: Final = 0.5
-_IN_PLACE: Final = "for both versions of files that it replaces (--inplace overwrites them)"
+_IN_PLACE: Final = "for both versions of files that it replaces (--inplace or inplace=True overwrites them)"
 
 
 class Source(NamedTuple):
@@ -286,7 +286,7 @@ class TreeCopy(CopyThreads):
             source = copies[0][0]
             if self._options.delete:
                 check_apart(source, copies[0][1].path)
-            steps = self._walk(source, hint="-r or gpufs.copy_tree() copies it, -t copies into it")
+            steps = self._walk(source, hint=f"{HINT}, -t copies into it")
             found.append(Source(steps, [FileTree(copy, self.state) for _, copy in copies]))
         self._may_overwrite = self._options.replace
         self._copy_all(found, replaces=self._options.replace)
@@ -332,7 +332,7 @@ class TreeCopy(CopyThreads):
                 steps = replay(listed, self._fail)
             self.add(steps, [BucketTree(target, self.state)])
 
-    def _walk(self, source: str, *, hint: str = "-r copies it", follow: bool = False) -> Steps:
+    def _walk(self, source: str, *, hint: str = HINT, follow: bool = False) -> Steps:
         recursive, dereference = self._options.recursive, self._options.dereference
         entry = Entry.of(source, follow=follow or dereference or not recursive)
         steps = walk_files(entry, self._fail, recursive=recursive, dereference=dereference, hint=hint)

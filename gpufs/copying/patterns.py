@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable
 from contextlib import closing
@@ -37,6 +38,8 @@ class Pattern:
     """
 
     def __init__(self, text: str) -> None:
+        if not text:
+            raise OSError(errno.EINVAL, "an empty pattern matches no name: leave it out")
         self.text = text
         self.has_matched = False
         self._of_directories = len(text) > 1 and text.endswith("/")

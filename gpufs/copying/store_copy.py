@@ -142,7 +142,7 @@ class _Arrival:
         """Remove the file, or keep it for the next copy; what became of it, in words."""
         done = self._loading.bytes_done
         if keep and done:
-            return f"{done} bytes are kept in {self._new.temporary}: --partial goes on from there"
+            return f"{done} bytes are kept in {self._new.temporary}: --partial or partial=True goes on from there"
         self._new.discard()
         with suppress(OSError):
             os.ftruncate(self.fd, 0)  # the memory is free at once, also where a silent server keeps the file open

@@ -18,6 +18,7 @@ from gpufs.copying.entries import Entry, is_link
 if TYPE_CHECKING:
     from gpufs.stores.files import StoreFile
 
+HINT: Final = "-r or gpufs.copy_tree() copies it"  # of a directory
 _users_lock: Final = threading.Lock()
 
 # Takes what cannot be found: its path, and why.
@@ -118,7 +119,7 @@ class Step(NamedTuple):
         return self.folder is None and not stat.S_ISLNK(self.status.st_mode)
 
 
-def walk_files(source: Entry, fail: Fail, *, recursive: bool, dereference: bool, hint: str = "-r copies it") -> Steps:
+def walk_files(source: Entry, fail: Fail, *, recursive: bool, dereference: bool, hint: str = HINT) -> Steps:
     """Yield a source, and what is below it: of each directory the files by name, and then the directories in it.
 
     ``dereference``: follow links below it. ``hint``: what to do with a directory without ``recursive``.
@@ -172,7 +173,7 @@ def _open(entry: Entry, status: os.stat_result, parent: Folder | None, fail: Fai
         above = parent if entry.follow else None  # else nothing leads upwards
         while above is not None:
             if above.status is not None and os.path.samestat(above.status, status):
-                text = "is a link to a directory that it lies in: such a loop cannot be copied by -L"
+                text = "is a link to a directory that it lies in: such a loop can be copied as a link only"
                 raise OSError(errno.ELOOP, text)
             above = above.parent
         return Folder(entry.path, entry.name, parent, entry)

@@ -143,18 +143,21 @@ class Models:
     def _folder(self, device: str, *, create: bool = False) -> Iterator[int]:
         """Open the directory of models on a device. CallError UNAVAILABLE if there is none.
 
-        ``create``: what another user has under its name gets another one.
+        ``create``: make it first, unless there is something under its name.
         """
         with self._root() as root:
             if (above := _open(root, device)) is not None:
                 with closed_after(above):
-                    if create and (other := _make_folder(above)):
-                        log.warning("another user had %s/%s: it is %s now", device, FOLDER, other)
+                    if create:
+                        with suppress(FileExistsError):
+                            os.mkdir(FOLDER, 0o700, dir_fd=above)
                     if (fd := _open_folder(above)) is not None:
                         with closed_after(fd):
                             yield fd
                         return
-        raise CallError("UNAVAILABLE", f"{device}/{FOLDER} is not a directory of root alone, or not there")
+        path = os.path.join(self.mountpoint, device, FOLDER)
+        text = "is not there, or not a directory that only root can change: the node's administrator must rename it"
+        raise CallError("UNAVAILABLE", f"{path} {text}")
 
     def _each(self) -> Iterator[tuple[str, int, str]]:
         """Yield all that this plug-in has: the device, its open directory of models, and the name."""
@@ -409,20 +412,6 @@ def _open(above: int, name: str) -> int | None:
         return None
 
 
-def _make_folder(above: int) -> str:
-    """Make the directory of models. Return the new name of what another user had there, "" for nothing."""
-    other = ""
-    if (fd := _open_folder(above)) is not None:
-        os.close(fd)
-        return other
-    with suppress(FileNotFoundError):
-        os.rename(FOLDER, name := f"{FOLDER}-{os.urandom(8).hex()}", src_dir_fd=above, dst_dir_fd=above)
-        other = name
-    with suppress(FileExistsError):
-        os.mkdir(FOLDER, 0o700, dir_fd=above)
-    return other
-
-
 def _open_folder(above: int) -> int | None:
     """Open the directory of models, which only root can search; None if there is none, or anything else."""
     if (fd := _open(above, FOLDER)) is None:
@@ -430,7 +419,8 @@ def _open_folder(above: int) -> int | None:
     status = os.fstat(fd)
     is_ours = (status.st_uid, status.st_dev) == (0, os.fstat(above).st_dev)
     if is_ours and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        os.fchmod(fd, 0o700)  # of an administrator, who has set a limit, it may be another
+        if stat.S_IMODE(status.st_mode) != 0o700:  # of an administrator, who has set a limit
+            os.fchmod(fd, 0o700)  # after which the kernel asks for the name again, though the mount may be dead
         return fd
     os.close(fd)
     return None

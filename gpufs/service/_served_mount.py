@@ -261,7 +261,9 @@ class ServedMount:
                 text = f"{devices[device].info.directory} has {bytes_text(free)} free, "
                 text += f"the {'file needs' if len(group) == 1 else 'files need'} {bytes_text(needed)}"
                 users = [] if parks else self.holders.largest(device, self.mount)
-                raise OSError(ENOSPC, text + (f"; in use there: {', '.join(users)}" if users else ""))
+                text += f"; in use there: {', '.join(users)}" if users else ""
+                # Files that nobody uses, or that are pinned, may fill it as well.
+                raise OSError(ENOSPC, text + "; gpufs ls lists the files" * (not parks))
 
     def _by_device(self, inodes: Sequence[int]) -> dict[int, list[int]]:
         groups: dict[int, list[int]] = {}

@@ -1,5 +1,6 @@
 """The counters of mounts for Prometheus."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from gpufs.statistics._format import DETAILS, DEVICE_GAUGES, ENGINE_COUNTERS, EN
 _SIZE_BOUNDS: Final = tuple(float(1 << power) for power in range(9, 37))  # 512 bytes to 64 GiB
 _TIME_BOUNDS: Final = tuple((1 << power) / 1e9 for power in range(9, 38))  # 512 ns to 137 s
 _MOUNT: Final = ("mountpoint",)
+_HANGS_SECONDS: Final = 30.0  # without new gauges, which the process writes every second
 _DEVICE: Final = ("mountpoint", "device")
 
 
@@ -49,16 +51,14 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         named = {_label(counters["mountpoint"]): counters for counters in self._read()}
         up = GaugeMetricFamily(
-            "gpufs_up", "1 if the mount's counters can be read and its process lives.", labels=_MOUNT
+            "gpufs_up", "1 if the mount's counters can be read and its process writes them.", labels=_MOUNT
         )
-        for mountpoint, counters in named.items():
-            up.add_metric([mountpoint], float(_is_up(counters)))
+        alive = {path: counters for path, counters in named.items() if not counters.get("error") and counters["alive"]}
+        for mountpoint in named:
+            hangs = mountpoint not in alive or alive[mountpoint]["updated"] < time.time() - _HANGS_SECONDS
+            up.add_metric([mountpoint], float(not hangs))
         yield up
-        yield from _families({mountpoint: counters for mountpoint, counters in named.items() if _is_up(counters)})
-
-
-def _is_up(counters: dict[str, Any]) -> bool:
-    return bool(not counters.get("error") and counters["alive"])
+        yield from _families(alive)
 
 
 def _label(text: str | None) -> str:

@@ -47,7 +47,7 @@ def find(url: Url, *, recursive: bool) -> list[StoreFile]:
         file = None if url.is_pattern or url.is_directory else _stored(store, url)
         if file is not None:
             if recursive and retried(lambda: any(_steps(store, url, url.key, 1))):
-                text = "is an object and a directory: end it with a slash for the directory, or leave out -r"
+                text = "is an object and a directory: end it with a slash for the directory, or copy without -r"
                 raise StoreError(errno.EINVAL, text, url.shown)
             return [file]
         found = _listed(store, url)
@@ -77,7 +77,7 @@ def _select(url: Url, found: list[StoreFile], *, recursive: bool) -> list[StoreF
             bucket = " or its bucket" * url.is_bucket
             raise StoreError(errno.ENOENT, f"the file or directory{bucket} does not exist", url.shown)
         if not recursive:
-            raise StoreError(errno.EISDIR, "is a directory (-r copies it)", url.shown)
+            raise StoreError(errno.EISDIR, "is a directory (-r or gpufs.copy_tree() copies it)", url.shown)
         files = [replace(one, path=one.url.key.removeprefix(prefix)) for one in below]
     for file in files:
         if not is_safe(file.path):

@@ -51,6 +51,10 @@ def test_a_directory_becomes_the_copy_itself(root: Path, tree: Path) -> None:
     assert one.destination == f"{root}/one/config.json"
     with pytest.raises(TypeError, match="pattern"):
         gpufs.copy_tree(tree, root / "one", include=[3])  # type: ignore[list-item]
+    with pytest.raises(gpufs.CopyError, match="empty pattern"):
+        gpufs.copy_tree(tree, root / "one", exclude="")
+    with pytest.raises(ValueError, match="update=True"):
+        gpufs.copy_tree(tree, root / "one", inplace=True)
     with pytest.raises(TypeError, match="None"):
         gpufs.copy_tree(None, root / "one")  # type: ignore[arg-type]
 

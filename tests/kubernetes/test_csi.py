@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
-import shlex
 import shutil
 import signal
 import stat
@@ -13,23 +11,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 
 pytest.importorskip("grpc")
 
 from support.cli import fails, gpufs, user_gpufs
-from support.containers import image_root, remove_containers, words_of
 from support.csi import (
-    BIDIRECTIONAL,
     BLOCK,
-    HOST_TO_CONTAINER,
     MOUNT,
     WRITER,
     ApiServer,
@@ -41,7 +35,6 @@ from support.csi import (
     pod_words,
 )
 from support.data import KIB, MIB, assert_same, noise
-from support.mounting import GPUFS, REPOSITORY
 from support.processes import NOBODY, run, wait_until
 from support.stores import Model, WebServer, web_server
 from support.surviving import Survivor, mounted
@@ -233,8 +226,8 @@ def test_no_volume_without_its_model(node: Node, tmp_path: Path) -> None:
     kubelet.start()
 
 
-def test_what_another_user_has_is_not_the_plugins(tmp_path: Path, node: Node) -> None:
-    """Nor what the mount's owner shows under its name. Nobody else enters the directory that it makes."""
+def test_another_users_directory_of_models(tmp_path: Path, node: Node) -> None:
+    """It refuses volumes, also for what the mount's owner shows there. Nobody else enters the one that it makes."""
     precious = tmp_path / "precious"
     (precious / "below").mkdir(parents=True)
     forged = "mkdir -p csi/x/.gpufs; echo hf://org/model >csi/x/.gpufs/source; touch csi/x/.gpufs/keep"
@@ -245,13 +238,14 @@ def test_what_another_user_has_is_not_the_plugins(tmp_path: Path, node: Node) ->
         for before in (f"ln -s {precious} csi", forged):
             run("setpriv", "--reuid", str(NOBODY), "--clear-groups", "sh", "-c", before, cwd=mount.device)
             with Kubelet(Path(tempfile.mkdtemp(dir=tmp_path)), mount.path, environment) as kubelet:
+                name = mount.device / "csi"
+                assert str(name) in refused("UNAVAILABLE", partial(kubelet.publish, "v1"))
+                assert name.lstat().st_uid == NOBODY
+                run("rm", "-r", name)
                 check(kubelet.publish("v1"))
                 kubelet.unpublish("v1")
-                mine = (mount.device / "csi").lstat()
-                assert (stat.filemode(mine.st_mode), mine.st_uid) == ("drwx------", 0)
-            (other,) = mount.device.glob("csi-*")
-            assert other.lstat().st_uid == NOBODY
-            run("rm", "-r", other, mount.device / "csi")
+                assert (stat.filemode(name.lstat().st_mode), name.lstat().st_uid) == ("drwx------", 0)
+                name.rmdir()
         assert os.listdir(precious) == ["below"]
         # One of an administrator, who has limited it, is used, and closed.
         (mount.device / "csi").mkdir(0o755)
@@ -528,133 +522,6 @@ def test_labels_of_the_node(node: Node, tmp_path: Path) -> None:
         wait_until(lambda: api.labels == other, 20, "the end of the labels")
         assert api.patches <= 5  # not in each round
         assert b"account-token" not in kubelet.log.read_bytes()
-
-
-class Pods(NamedTuple):
-    """How the chart's pods are run: the words before a command."""
-
-    privileged: list[str]  # of mount and plug-in, which see and make mounts below a directory, and outside of it
-    with_volume: Callable[[Path], list[str]]  # of a program that has a volume
-    at: str  # where it has that
-    gpufs: Sequence[str]
-    python: str
-
-
-@pytest.fixture(params=["namespaces", pytest.param("containers", marks=pytest.mark.slow)])
-def pods(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pods]:
-    """In namespaces of their own, or as containers of the image that deploy/Dockerfile makes."""
-    if request.param == "namespaces":
-        inside = tmp_path / "inside"
-        inside.mkdir()
-        yield Pods(
-            BIDIRECTIONAL,
-            lambda volume: [*HOST_TO_CONTAINER, str(volume), str(inside)],
-            str(inside),
-            GPUFS,
-            sys.executable,
-        )
-        return
-    missing = [name for name in ("buildah", "debootstrap", "runc") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"scripts/check deploy installs {missing[0]}")
-    folder, shared, run_directory = tmp_path / "containers", tmp_path / "node", Path("/run/gpufs")
-    folder.mkdir()
-    run_directory.mkdir(exist_ok=True)
-    with image_root() as root:
-        binds = [(shared, str(shared), "rshared"), (run_directory, str(run_directory), "rprivate")]
-        yield Pods(
-            [*BIDIRECTIONAL, *words_of(root, folder, True, binds)],
-            lambda volume: [*BIDIRECTIONAL, *words_of(root, folder, False, [(volume, "/data", "rslave")])],
-            *("/data", ["gpufs"], "python"),
-        )
-        remove_containers(folder)
-
-
-@pytest.mark.timeout(2400)
-def test_pods_that_restart(node: Node, tmp_path: Path, pods: Pods) -> None:
-    """Mount, plug-in and program are in mount and PID namespaces of their own, as the chart's pods.
-
-    The end of the plug-in's pod and the death of the daemon change nothing for the program. With the mount's pod the
-    models go; then the program finds them again under the same name, and what it has attached was there all the time.
-    """
-    shared = tmp_path / "node"
-    (shared / "mnt/node").mkdir(parents=True)
-    run("mount", "--bind", shared, shared)
-    run("mount", "--make-shared", shared)
-    chart = yaml.safe_load_all((REPOSITORY / "deploy/gpufs.yaml").read_text())
-    (pod,) = [one["spec"]["template"]["spec"] for one in chart if one["metadata"]["name"] == "gpufs-mount"]
-    path = shared / "mnt/node"
-    (container,) = pod["containers"]
-    options = [word.replace("cuda", "host") for word in container["args"]]
-    words = [*pods.privileged, *container["command"][:-1], str(path), *options, "--devices", "1", "--memory", "32M"]
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/gpufs").write_text(f'#!/bin/sh\nexec {shlex.join(GPUFS)} "$@"\n')
-    (tmp_path / "bin/gpufs").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    program = """
-import gpufs, hashlib, sys
-path = sys.argv[1] + "/weights.safetensors"
-array = gpufs.attach(path)
-for line in sys.stdin:
-    with open(path, "rb") as file:
-        found = hashlib.sha256(array.memoryview()).hexdigest(), hashlib.sha256(file.read()).hexdigest()
-    array = gpufs.attach(path)
-    print(*found, flush=True)
-"""
-
-    def mount_pod() -> subprocess.Popen[bytes]:
-        with open(tmp_path / "log", "ab") as log:  # what `kubectl logs` shows
-            started = subprocess.Popen(words, env=environment, stderr=log)
-        wait_until(lambda: os.path.isdir(path / "gpu0"), 30, "the mount's pod")
-        return started
-
-    def is_bound(device: set[str]) -> bool:
-        now = {entry.device for entry in listed() if entry.mountpoint == str(volume)}
-        return bool(now - device)
-
-    with ExitStack() as ends:
-        ends.callback(lambda: [run("umount", "-l", place, check=False) for place in (path, shared)])
-        mounting = mount_pod()
-        ends.callback(lambda: mounting.wait())
-        ends.callback(lambda: mounting.kill())
-        hub = {"HF_ENDPOINT": node.hub.url, "HF_HOME": str(tmp_path)}
-        kubelet = ends.enter_context(Kubelet(shared, path, hub, launcher=pods.privileged, program=pods.gpufs))
-        volume = kubelet.publish("v1")
-        before = {entry.device for entry in listed() if entry.mountpoint == str(volume)}
-        words_of_program = [*pods.with_volume(volume), pods.python, "-c", program, pods.at]
-        using = ends.enter_context(
-            subprocess.Popen(words_of_program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
-        ends.callback(using.kill)
-
-        def ask() -> list[str]:
-            assert using.stdin is not None
-            assert using.stdout is not None
-            using.stdin.write("\n")
-            using.stdin.flush()
-            return using.stdout.readline().split()
-
-        expected = [hashlib.sha256(WEIGHTS).hexdigest()] * 2
-        assert ask() == expected
-        kubelet.end(signal.SIGKILL)  # the pod, with all its processes
-        assert ask() == expected
-        kubelet.start()
-        daemons = run("pgrep", "-f", f"gpufs[.]daemon .*{path}").stdout.split()
-        os.kill(int(daemons[0]), signal.SIGKILL)
-        assert ask() == expected
-        assert kubelet.publish("v1") == volume
-        assert f'gpufs_up{{mountpoint="{path}"}} 1.0' in run(*pods.privileged, *pods.gpufs, "metrics", path).stdout
-        assert b"gpufs.daemon" in (tmp_path / "log").read_bytes()
-        mounting.kill()
-        mounting.wait()
-        mounting = mount_pod()
-        wait_until(lambda: is_bound(before), 30, "the volume on the new mount")
-        assert ask() == expected
-        assert ask() == expected  # which has attached again
-        using.kill()
-        kubelet.unpublish("v1")
-        assert kubelet.bound() == []
-        assert not any((path / "gpu0/csi").iterdir())
 
 
 def test_the_command(tmp_path: Path, node: Node) -> None:

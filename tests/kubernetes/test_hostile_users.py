@@ -206,6 +206,7 @@ def test_roots_programs_among_hostile_names(open_directory: Path, seconds: float
         options = ("--allow-other", "--host-memory", "64M")
         mount = opened.enter_context(mounted(open_directory / "mnt", *options, memory="256M"))
         (open_directory / "host").mkdir()
+        (mount.device / "csi").mkdir()  # as an administrator does whose users would take the name
         shared = [mount.device, open_directory / "host"]
         shared[1].chmod(0o1777)
         others = [

@@ -51,6 +51,7 @@ def machine(tmp_path: Path) -> Callable[..., Environment]:
             "release": "6.18.0",
             "raises_rights": lambda program: True,
             "mounts": list,
+            "statuses": lambda entries: [],
             "probe": answers({"host": {"devices": ["host memory"], "refusals": []}}),
         }
         return Environment(**{**everything, **facts})
@@ -82,6 +83,12 @@ def mounts_at_7() -> list[MountEntry]:
     return [MountEntry("/mnt/gpufs", "/", "0:7", "gpufs", "rw", "fuse.gpufs", 1, frozenset({"rw"}))]
 
 
+def status_of(state: str, deaths: int = 0) -> dict[str, Any]:
+    error = None if state == "ok" else state
+    died = {"count": deaths, "last": 1, "cause": "signal 9"}
+    return {"mountpoint": "/mnt/gpufs", "state": state, "error": error, "deaths": died}
+
+
 CUDA = {"devices": ["NVIDIA H200", "NVIDIA H200"], "refusals": []}
 HOST = {"devices": ["host memory"], "refusals": []}
 
@@ -111,6 +118,8 @@ def test_a_good_machine_has_no_findings(machine: Callable[..., Environment]) -> 
         ({}, {"limit": lambda kind: (resource.RLIM_INFINITY,) * 2}, "descriptors", OK, "unlimited"),
         ({"sys/class/bdi/0:7/read_ahead_kb": "128\n"}, {"mounts": mounts_at_7}, "/mnt/gpufs", NOTE, "128 KiB"),
         ({"sys/class/bdi/0:7/read_ahead_kb": "4096\n"}, {"mounts": mounts_at_7}, "/mnt/gpufs", OK, "4096 KiB"),
+        ({}, {"statuses": lambda entries: [status_of("ok", deaths=2)]}, "/mnt/gpufs", NOTE, "2 of its daemons"),
+        ({}, {"statuses": lambda entries: [status_of("dead")]}, "/mnt/gpufs", NOTE, "dead"),
         ({"proc/sys/vm/max_map_count": "1000\n"}, {}, "memory mappings", NOTE, "1000"),
     ],
 )
@@ -236,6 +245,7 @@ def test_the_advice_for_a_file_on_a_mount_names_another_place(shared_mount: Gpuf
     done = run(*GPUFS, "doctor", shared_mount.device / "examined", check=False)
     assert "examined: the backing file is on a mount of gpufs" in done.stdout
     assert "of the host, which is on no mount" in done.stdout
+    assert f"{shared_mount.path}: works" in run(*GPUFS, "doctor", shared_mount.path).stdout
     (shared_mount.device / "examined").unlink()
 
 

@@ -23,6 +23,7 @@ from support.mounting import GPUFS, REPOSITORY, GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE, as_nobody, plain_user, run, wait_until
 
 from gpufs import engine, mounting, statistics
+from gpufs.statistics import prometheus
 
 
 def counted(found: dict[str, Any], backend: str, flow: str, device: int = 0) -> dict[str, Any]:
@@ -252,6 +253,9 @@ def test_metrics_of_several_mounts(mount: Mounter) -> None:
     assert found["gpufs_up"] == {(("mountpoint", place),): 1.0 for place in places}
     (own,) = metrics_of((second.path / ".gpufs/metrics").read_text())["gpufs_build_info"]
     assert own in found["gpufs_build_info"]
+    (entry,) = (one for one in mounting.mounts() if one.mountpoint == str(second.path))
+    hanging = statistics.read_mount(entry.device, entry.uid, entry.mountpoint) | {"updated": time.time() - 60}
+    assert metrics_of(prometheus.metrics([hanging]).decode())["gpufs_up"][("mountpoint", str(second.path)),] == 0
     second.unmount()
     done = run(*GPUFS, "metrics", first.path, second.path, check=False)
     assert done.returncode == 1

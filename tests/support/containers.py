@@ -20,6 +20,7 @@ from typing import Any, Final
 from support.mounting import REPOSITORY
 from support.processes import run
 
+UPGRADED: Final = "99.0"
 _STORE: Final = REPOSITORY / "build/image"
 _BASE: Final = "docker.io/library/python:3.12-slim-bookworm"
 _PASSED: Final = ("HF_ENDPOINT", "HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE")
@@ -31,8 +32,11 @@ def _buildah(*words: object) -> str:
 
 
 @contextmanager
-def image_root() -> Iterator[Path]:
-    """The file tree of a container of the image. A Debian with its own Python stands for the one it is based on."""
+def image_roots() -> Iterator[tuple[Path, Path]]:
+    """The file trees of containers of the image, and of one with the next version: UPGRADED.
+
+    A Debian with its own Python stands for the image that they are based on.
+    """
     base = _STORE / "base"
     if not base.exists():
         fresh = _STORE / "base.new"
@@ -52,7 +56,10 @@ def image_root() -> Iterator[Path]:
         _buildah("commit", "--rm", container, _BASE)
         dockerfile = REPOSITORY / "deploy/Dockerfile"
         _buildah("bud", "--pull-never", "--isolation", "chroot", "-f", dockerfile, "-t", "gpufs", REPOSITORY)
-        yield Path(_buildah("mount", _buildah("from", "localhost/gpufs")))
+        first, second = (Path(_buildah("mount", _buildah("from", "localhost/gpufs"))) for _ in range(2))
+        (version,) = second.glob("opt/gpufs/lib/python3*/site-packages/gpufs/_version.py")
+        version.write_text(f'__version__ = "{UPGRADED}"\n')
+        yield first, second
     finally:
         _buildah("rm", "--all")
         _buildah("rmi", "--all", "--force")

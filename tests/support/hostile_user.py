@@ -15,7 +15,7 @@ from contextlib import suppress
 
 # What commands of root are given, and what they meet below it. Others are names that privileged programs use.
 NAMES = ("a", "b", "model")
-BESIDE = ("u2", "csi", "csi-0123456789abcdef", ".save.gpufs-part", ".gpufs-part-0123456789abcdef", "csi.new")
+BESIDE = ("u2", "csi", ".save.gpufs-part", ".gpufs-part-0123456789abcdef", "csi.new")
 ODD = (b"\xff\xfe", b"-rf", b" ", b"a\nb", b"\x1b[31m", b"..gone", "\u202e".encode(), b"%41", b"x" * 255)
 SLEEPS = 2 << 20  # bytes of a file that root may put to sleep
 

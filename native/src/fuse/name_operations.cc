@@ -24,7 +24,8 @@ namespace {
 
 // In listings, "." and ".." come before the names.
 constexpr std::uint64_t kDots = 2;
-constexpr std::uint32_t kTypeShift = 12;  // from the type in a mode to the one in a listing
+constexpr std::uint32_t kTypeShift = 12;                    // from the type in a mode to the one in a listing
+constexpr std::uint64_t kForever = 10LL * 365 * 24 * 3600;  // seconds
 
 // The reply to CREATE.
 struct Created {
@@ -70,7 +71,11 @@ bool NameOperations::crosses_to_host(const Request& request) {
 fuse_entry_out NameOperations::entry_of(const Inode& inode) const {
   fuse_entry_out out{};
   out.nodeid = inode.ino();
-  if (!inode.is_registered()) {  // its names go without the kernel's knowledge
+  if (inode.is_directory()) {
+    // Once the mount is dead, asking for a name again makes the kernel drop it. Nothing can be mounted below a
+    // directory without its name, also not upon a bind of it, by which containers that run get the next mount.
+    out.entry_valid = kForever;
+  } else if (!inode.is_registered()) {  // its names go without the kernel's knowledge
     out.entry_valid = entry_validity_.seconds;
     out.entry_valid_nsec = entry_validity_.nanoseconds;
   }
