@@ -4,7 +4,7 @@ import errno
 import functools
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -30,7 +30,7 @@ _SLEEPLESS: Final = "a private copy cannot sleep: attach the file with mode r+, 
 
 @dataclass(slots=True)
 class _ClientLease:
-    """A lease of a connection. ``device``: its index; ``busy``: a request for it is being served.
+    """A lease of a connection. ``device``: its index; ``turn``: of the request for it that is being served.
 
     ``lease``: None for one that sleeps, and for a private copy of the former daemon's.
     ``keeps``: whether it keeps the inode, so that the file outlives its names, and the daemon.
@@ -42,7 +42,7 @@ class _ClientLease:
     lease: Lease | None = None
     device: int = 0
     keeps: bool = False
-    busy: bool = False
+    turn: trio.Lock = field(default_factory=trio.Lock)
     outgoing: list[SharedPiece] = field(default_factory=list)
 
     def take_outgoing(self) -> list[SharedPiece]:
@@ -62,10 +62,6 @@ def _close_pieces(pieces: list[SharedPiece]) -> None:
 
 def _end_of(pieces: list[SharedPiece]) -> int:
     return pieces[-1].offset + pieces[-1].bytes
-
-
-async def _refuse(failure: OSError) -> None:
-    raise failure
 
 
 def _usable(client_lease: _ClientLease | None, private: str) -> _ClientLease:
@@ -139,14 +135,10 @@ class ClientLeases:
             scope.on_close(functools.partial(self._served.mount.inode_written, holder.ino))
         scope.on_close(lambda: _close_pieces(client_lease.take_outgoing()))
 
-    async def end(self, number: int) -> None:
-        """End a lease, if there is one with this number."""
-        await self._end(number, self._leases.get(number))
-
     def accept(self, message: LeaseRequest, scope: RequestScope, permit: Permit) -> Work:
         """Return what serves a request, whose scope it uses. ProtocolError if there cannot be such a request."""
         limits = self._served.limits
-        client_lease = self._leases.get(message.id)
+        client_lease = self._leases.get(message.id if isinstance(message, Attach) else message.lease)
         work: Work
         if self._working >= limits.requests:
             raise ProtocolError("too many requests at once")
@@ -159,10 +151,6 @@ class ClientLeases:
             client_lease = _ClientLease(Holder(self._channel.peer, message.mode, scope=own), own)
             self._leases[message.id] = client_lease
             work = functools.partial(self._attach, message, client_lease, scope, permit)
-        elif not isinstance(message, Detach) and client_lease is not None and client_lease.busy:
-            # The client may have given up the answer to its last request, of which the end has not been sent.
-            work = functools.partial(_refuse, OSError(errno.EBUSY, "the last request for it is still being answered"))
-            client_lease = None
         elif isinstance(message, Refresh):
             work = functools.partial(self._refresh, message, client_lease)
         elif isinstance(message, Sleep):
@@ -172,23 +160,21 @@ class ClientLeases:
         else:
             work = functools.partial(self._detach, message, client_lease)
         self._working += 1
-        if client_lease is not None:
-            client_lease.busy = True
         return functools.partial(self._serve, work, message, client_lease)
 
     async def _serve(
         self, work: Work, message: LeaseRequest, client_lease: _ClientLease | None
     ) -> protocol.FinalAnswer | None:
+        turn = client_lease.turn if client_lease is not None and not isinstance(message, Detach) else nullcontext()
         try:
-            return await work()
+            async with turn:
+                return await work()
         except OSError:
             if isinstance(message, Attach):
                 await self._end(message.id, client_lease)
             raise
         finally:
             self._working -= 1
-            if client_lease is not None:
-                client_lease.busy = False
 
     async def close(self, seconds: float) -> None:
         """End all leases, one after the other on one thread; wait at most ``seconds``."""
@@ -301,7 +287,7 @@ class ClientLeases:
                 raise _not_attached()
             lease.refresh()
             client_lease.holder.bytes = lease.bytes
-            self._keep(message.id, client_lease)
+            self._keep(message.lease, client_lease)
             return lease
 
         lease = await client_lease.scope.in_thread(refresh)
@@ -325,7 +311,7 @@ class ClientLeases:
                     self._reopen(client_lease)
                     raise
             finally:
-                self._keep(message.id, client_lease)
+                self._keep(message.lease, client_lease)
 
         await client_lease.scope.in_thread(sleep)
         return Done(message.id)
@@ -336,7 +322,7 @@ class ClientLeases:
         def wake() -> Lease:
             if client_lease.holder.asleep:
                 self._reopen(client_lease)
-                self._keep(message.id, client_lease)
+                self._keep(message.lease, client_lease)
             if client_lease.lease is None:
                 raise _not_attached()
             return client_lease.lease
@@ -362,7 +348,7 @@ class ClientLeases:
             self._served.mount.inode_written(holder.ino)
 
     async def _detach(self, message: Detach, client_lease: _ClientLease | None) -> Done:
-        await self._end(message.id, client_lease)
+        await self._end(message.lease, client_lease)
         return Done(message.id)
 
     async def _end(self, number: int, client_lease: _ClientLease | None) -> None:

@@ -35,9 +35,6 @@ class ClientRegistrations:
         self._record = record
         self._by_id: dict[int, _ClientRegistration] = {}
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._by_id
-
     def adopt(self, kept: KeptRegistration) -> None:
         """Go on with a registration of the former daemon."""
         holder = Holder(self._channel.peer, REGISTERED, kept.path, kept.ino, bytes=kept.bytes, since=kept.since)

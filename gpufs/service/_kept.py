@@ -1,9 +1,9 @@
-"""Keeps what a client has beyond the life of a daemon: its socket, a record of its leases, registrations and requests
-in progress, and the memory that it has registered.
+"""Keeps what a client has beyond the life of a daemon: its socket, a record of its leases and registrations, and the
+memory that it has registered.
 
 The keeper holds them from the client's first lease or registration on. A new daemon opens the leases again and
-registers the memory again before it serves anything, so the client notices nothing. A request that nobody answered gets
-an answer: it has failed, and may be made again.
+registers the memory again before it serves anything. Requests are not kept: the client learns that another daemon
+serves it (protocol.Replaced), and makes those again that nobody has answered.
 """
 
 import contextlib
@@ -22,10 +22,9 @@ from typing import Final
 
 import msgspec
 
-from gpufs import protocol
 from gpufs.engine import KeeperLink, Lease, Mount, SharedPiece
 from gpufs.modes import READ_WRITE
-from gpufs.protocol import MAX_MEMORY_PIECES, Cancel, ClientMessage, ProtocolError, Register, Request, ShareKind
+from gpufs.protocol import MAX_MEMORY_PIECES, Register, ShareKind
 from gpufs.service._channel import ClientProcess, process_of
 from gpufs.syscalls import close_all, trusted
 
@@ -192,24 +191,6 @@ class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
     placement: int | None = None
 
 
-_REQUESTS: Final = {kind.__name__: kind for kind in protocol.kinds(Request)}
-
-
-class KeptRequest(msgspec.Struct, frozen=True, tag="request"):
-    """A request in progress. ``kind``: the name of the message."""
-
-    id: int
-    kind: str
-
-    @property
-    def message(self) -> type[Request]:
-        return _REQUESTS[self.kind]
-
-    @classmethod
-    def of(cls, request: Request) -> "KeptRequest":
-        return cls(request.id, type(request).__name__)
-
-
 class KeptRegistration(msgspec.Struct, frozen=True, tag="registration"):
     """A registration in a record; see Holder. ``number``: of its memory, in KeptRegistrations, or None."""
 
@@ -221,18 +202,8 @@ class KeptRegistration(msgspec.Struct, frozen=True, tag="registration"):
     number: int | None
 
 
-Entry = KeptLease | KeptRequest | KeptRegistration
-# The end of an attachment may be asked for while its beginning is in progress, by the same id.
-_Key = tuple[type[Entry], int, str]
-
-
-def _key(entry: Entry) -> _Key:
-    return type(entry), entry.id, entry.kind if isinstance(entry, KeptRequest) else ""
-
-
-def _noted(message: ClientMessage | None) -> KeptRequest | None:
-    """Return the note about a message; None unless it will be answered."""
-    return KeptRequest.of(message) if isinstance(message, Request) and not isinstance(message, Cancel) else None
+Entry = KeptLease | KeptRegistration
+_Key = tuple[type[Entry], int]
 
 
 class Record:
@@ -245,7 +216,6 @@ class Record:
         # One message to the keeper at a time. The event loop never takes this lock: a stopped keeper reads nothing.
         self._sending = threading.Lock()
         self._lock = threading.Lock()  # guards all below
-        self._entries: dict[_Key, Entry] = {}
         self._slots: dict[_Key, int] = {}
         self._free: list[int] = []
         self._held: tuple[int, ...] = ()  # the descriptors that the keeper holds, too
@@ -253,40 +223,30 @@ class Record:
     def resume(self, held: tuple[int, int], slots: Mapping[int, Entry]) -> None:
         """Go on with the record of the former daemon. Takes over the descriptors."""
         self._held = held
-        for slot, entry in slots.items():
-            self._entries[_key(entry)] = entry
-            self._slots[_key(entry)] = slot
+        self._slots = {(type(entry), entry.id): slot for slot, entry in slots.items()}
         self._free = [slot for slot in range(max(slots, default=0)) if slot not in slots]
 
-    def expect(self) -> None:
-        """Before a message is received: note it, because a daemon that dies cannot answer what it has received."""
-        if self._held:
-            self.begin(next_message(self._sock))
-
-    def begin(self, message: ClientMessage | None) -> None:
-        if (noted := _noted(message)) is not None:
-            self._put(noted)
-
-    def end(self, request: "Request | KeptRequest") -> None:
-        self._remove(_key(request if isinstance(request, KeptRequest) else KeptRequest.of(request)))
-
-    def add(self, entry: KeptLease | KeptRegistration) -> None:
+    def add(self, entry: Entry) -> None:
         """Note a lease or a registration. The first one makes the keeper hold the connection, which may block."""
         with self._sending:
-            self._put(entry)
+            if self._keeper is None:
+                return
+            key = type(entry), entry.id
             with self._lock:
-                keeper = self._keeper
-                if keeper is None or self._held:
-                    return
-                record = os.memfd_create("gpufs-client")
-                try:
-                    held = self._held = (os.dup(self._sock.fileno()), record)
-                except OSError:
-                    os.close(record)
-                    raise
-                for key, noted in self._entries.items():
-                    self._write(key, noted)
-            keeper.hold(dict(zip(self._keys, held, strict=True)))
+                fresh = not self._held
+                if fresh:
+                    record = os.memfd_create("gpufs-client")
+                    try:
+                        self._held = (os.dup(self._sock.fileno()), record)
+                    except OSError:
+                        os.close(record)
+                        raise
+                slot = self._slots.get(key)
+                if slot is None:
+                    slot = self._slots[key] = self._free.pop() if self._free else len(self._slots)
+                os.pwrite(self._held[1], msgspec.json.encode(entry) + b"\0", slot * _SLOT_BYTES)
+            if fresh:
+                self._keeper.hold(dict(zip(self._keys, self._held, strict=True)))
 
     @property
     def held(self) -> bool:
@@ -301,45 +261,15 @@ class Record:
                 keeper, self._keeper = self._keeper, None
             if held and keeper is not None:
                 keeper.drop(self._keys)
-            for descriptor in held:
-                os.close(descriptor)
+            close_all(held)
 
-    def _put(self, entry: Entry) -> None:
-        key = _key(entry)
-        with self._lock:
-            if self._entries.get(key) == entry:
-                return  # expect() has noted it
-            self._entries[key] = entry
-            if self._held:
-                self._write(key, entry)
-
-    def _write(self, key: _Key, entry: Entry) -> None:
-        slot = self._slots.get(key)
-        if slot is None:
-            slot = self._slots[key] = self._free.pop() if self._free else len(self._slots)
-        os.pwrite(self._held[1], msgspec.json.encode(entry) + b"\0", slot * _SLOT_BYTES)
-
-    def remove(self, kind: type[KeptLease | KeptRegistration], number: int) -> None:
+    def remove(self, kind: type[Entry], number: int) -> None:
         """The lease or registration has ended."""
-        self._remove((kind, number, ""))
-
-    def _remove(self, key: _Key) -> None:
         with self._lock:
-            self._entries.pop(key, None)
-            slot = self._slots.pop(key, None)
-            if slot is not None:
+            slot = self._slots.pop((kind, number), None)
+            if slot is not None and self._held:
                 self._free.append(slot)
-                if self._held:
-                    os.pwrite(self._held[1], b"\0", slot * _SLOT_BYTES)
-
-
-def next_message(sock: socket.socket) -> ClientMessage | None:
-    """The message that is received next; it stays in the queue. None if there is none, or none that is right."""
-    try:
-        data = sock.recv(protocol.MAX_MESSAGE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        return protocol.decode_client(data) if data else None
-    except (OSError, ProtocolError):
-        return None
+                os.pwrite(self._held[1], b"\0", slot * _SLOT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +278,7 @@ class KeptClient:
 
     A private copy, which the client has for itself, has no lease here, nor has one that sleeps. All others keep their
     inodes.
-    ``unanswered``: the requests that it has received and not answered. ``record``: goes on with ``held`` and ``slots``.
+    Its record goes on with ``held`` and ``slots``.
     """
 
     number: int
@@ -356,7 +286,6 @@ class KeptClient:
     peer: ClientProcess
     leases: list[tuple[KeptLease, Lease | None]]
     registrations: list[KeptRegistration]
-    unanswered: list[KeptRequest]
     held: tuple[int, int]
     slots: dict[int, Entry]
 
@@ -399,16 +328,10 @@ def _restore_client(
     sock = socket.socket(fileno=os.dup(socket_fd))
     peer = process_of(sock)
     slots = _read_slots(record, peer)
-    first = next_message(sock)
-    queued = _noted(first)  # the next daemon receives it
-    requests = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry != queued]
-    unanswered = [entry for entry in requests if entry.kind in _REQUESTS]  # another version may have had others
     leases: list[tuple[KeptLease, Lease | None]] = []
     registered = []
     label = str(peer)
     for slot, entry in list(slots.items()):
-        if isinstance(entry, KeptRequest):
-            continue
         try:
             if isinstance(entry, KeptLease):
                 leases.append((entry, None if entry.private else _open_again(mount, entry, label)))
@@ -421,7 +344,7 @@ def _restore_client(
                 continue
         del slots[slot]
         os.pwrite(record, b"\0", slot * _SLOT_BYTES)
-    return KeptClient(number, sock, peer, leases, registered, unanswered, (socket_fd, record), slots)
+    return KeptClient(number, sock, peer, leases, registered, (socket_fd, record), slots)
 
 
 def _read_slots(record: int, peer: ClientProcess) -> dict[int, Entry]:
