@@ -24,7 +24,7 @@ from gpufs.service._kept import KeptClient, Record
 from gpufs.service._parking import Parking
 from gpufs.service._scope import RequestScope
 from gpufs.service._served_mount import ServedMount
-from gpufs.service._user import User
+from gpufs.service._user import Users
 from gpufs.syscalls import trusted
 
 log = logging.getLogger(__name__)
@@ -35,35 +35,32 @@ class ClientConnection:
 
     def __init__(
         self,
+        served: ServedMount,
+        users: Users,
+        parking: Parking,
         sock: socket.socket,
         peer: ClientProcess,
         number: int,
-        served: ServedMount,
-        user: User,
-        parking: Parking,
+        kept: KeptClient | None = None,
     ) -> None:
-        """``number``: names the connection in logs; ``user``: the share of its user."""
+        """``number``: names the connection in logs; ``kept``: what it had in the former daemon."""
         self.peer = peer
         self._sock = sock
         self._served = served
-        self._channel = ClientChannel(sock, peer, number, served.limits, user)
-        self._record = Record(served.keeper, number, sock)
+        self._channel = ClientChannel(sock, peer, number, served.limits, users.of(peer.uid))
+        self._record = Record(served.keeper, number, sock) if kept is None else kept.record
         self._registrations = ClientRegistrations(self._channel, served, self._record)
         self._leases = ClientLeases(self._channel, served, self._record)
         self._copies = ClientCopies(self._channel, served)
         self._parking = parking
         self._parks = False  # a Park is in progress
-        self._adopted = False  # from the former daemon
+        self._adopted = kept is not None
         self._come = 0, 0  # then the first request that has come from the client, and the last one
-
-    def adopt(self, kept: KeptClient) -> None:
-        """Go on with what the former daemon did for the client."""
-        self._adopted = True
-        self._record.resume(kept.held, kept.slots)
-        for entry, lease in kept.leases:
-            self._leases.adopt(entry, lease)
-        for registration in kept.registrations:
-            self._registrations.adopt(registration)
+        if kept is not None:
+            for entry, lease in kept.leases:
+                self._leases.adopt(entry, lease)
+            for registration in kept.registrations:
+                self._registrations.adopt(registration)
 
     @property
     def running(self) -> int:

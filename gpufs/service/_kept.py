@@ -6,9 +6,7 @@ registers the memory again before it serves anything. Requests are not kept: the
 serves it (protocol.Replaced), and makes those again that nobody has answered.
 """
 
-import contextlib
 import errno
-import heapq
 import logging
 import mmap
 import os
@@ -17,6 +15,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,7 +23,7 @@ import msgspec
 
 from gpufs.engine import KeeperLink, Lease, Mount, SharedPiece
 from gpufs.modes import READ_WRITE
-from gpufs.protocol import MAX_MEMORY_PIECES, Register, ShareKind
+from gpufs.protocol import MAX_MEMORY_PIECES, Register
 from gpufs.service._channel import ClientProcess, process_of
 from gpufs.syscalls import close_all, trusted
 
@@ -47,35 +46,25 @@ _PATH_CHARACTERS: Final = 500
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True):
-    """A client's memory that is the contents of a file. Offsets and sizes in bytes, as in protocol.Register.
+    """A client's memory that is the contents of a file: what it has requested.
 
-    ``pieces``: offset and size of the memory behind each descriptor, for "descriptor"; empty for the other kinds.
+    ``pieces``: offset and size in bytes of the memory behind each descriptor, for "descriptor"; empty for other kinds.
     """
 
-    kind: ShareKind
-    offset: int
-    size: int
-    writable: bool
-    handle: bytes
+    wanted: Register
     pieces: list[tuple[int, int]]
-
-    @classmethod
-    def of(cls, wanted: Register, pieces: Sequence[SharedPiece]) -> "RegisteredMemory":
-        """A registration that a client has requested, with the pieces that it has passed on."""
-        layout = [(piece.offset, piece.bytes) for piece in pieces]
-        return cls(wanted.kind, wanted.offset, wanted.size, wanted.writable, wanted.handle, layout)
 
     def register(self, mount: Mount, ino: int, descriptors: Sequence[int]) -> None:
         """Make it the contents of a file. The descriptors stay the caller's. OSError as Mount.inode_register()."""
-        places = zip(self.pieces, descriptors, strict=False)
+        wanted, places = self.wanted, zip(self.pieces, descriptors, strict=False)
         mount.inode_register(
             ino,
-            self.kind,
-            descriptors[0] if self.kind == "file" else -1,
-            offset=self.offset,
-            size=self.size,
-            writable=self.writable,
-            handle=self.handle,
+            wanted.kind,
+            descriptors[0] if wanted.kind == "file" else -1,
+            offset=wanted.offset,
+            size=wanted.size,
+            writable=wanted.writable,
+            handle=wanted.handle,
             pieces=[SharedPiece(offset, size, fd) for (offset, size), fd in places],
         )
 
@@ -87,7 +76,7 @@ class KeptRegistrations:
     keeper: KeeperLink | None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below
     _held: dict[int, list[int]] = field(default_factory=dict)  # descriptors that stay open here, by their number
-    _free: list[int] = field(default_factory=list)  # numbers below the largest, a heap
+    _free: list[int] = field(default_factory=list)  # numbers below the largest
     _users: dict[int, int] = field(default_factory=dict)  # by number
     _counts: Counter[int] = field(default_factory=Counter)  # descriptors, by user
 
@@ -108,18 +97,14 @@ class KeptRegistrations:
                 os.pwrite(copies[0], msgspec.json.encode(memory), 0)
                 for descriptor in descriptors:
                     copies.append(os.dup(descriptor))
-                number = heapq.heappop(self._free) if self._free else len(self._held)
+                number = self._free.pop() if self._free else len(self._held)
                 self._held[number] = copies
                 self._enter(number, uid)
         except OSError as failure:
             close_all(copies)
             log.warning("a registration ends with the daemon: %s", failure.strerror)
             return None
-        try:
-            self.keeper.hold(dict(enumerate(copies, _first_key(number))))
-        except OSError:
-            self.drop(number)
-            raise
+        self.keeper.hold(dict(enumerate(copies, _first_key(number))))
         return number
 
     def _left(self, uid: int) -> int:
@@ -140,7 +125,7 @@ class KeptRegistrations:
         with self._lock:  # only now may another registration have its number
             del self._held[number]
             self._counts[self._users.pop(number, -1)] -= len(copies)
-            heapq.heappush(self._free, number)
+            self._free.append(number)
         close_all(copies)
 
     def restore(self, held: Mapping[int, int]) -> None:
@@ -161,8 +146,7 @@ class KeptRegistrations:
     def drop_others(self, used: set[int | None]) -> None:
         """Drop what belongs to no registration: the former daemon had not finished it, or was ending it."""
         for number in set(self._held) - used:
-            with contextlib.suppress(OSError):
-                self.drop(number)
+            self.drop(number)
 
 
 def _first_key(number: int) -> int:
@@ -203,50 +187,68 @@ class KeptRegistration(msgspec.Struct, frozen=True, tag="registration"):
 
 
 Entry = KeptLease | KeptRegistration
-_Key = tuple[type[Entry], int]
 
 
 class Record:
-    """The record of one connection. Any thread may call. Nothing is kept without a keeper."""
+    """The leases and registrations of one connection. Any thread may call. Nothing is kept without a keeper.
 
-    def __init__(self, keeper: KeeperLink | None, number: int, sock: socket.socket) -> None:
+    ``held``: the descriptors that the keeper holds, too: the connection, and the memory with the entries.
+    """
+
+    def __init__(self, keeper: KeeperLink | None, number: int, sock: socket.socket, held: tuple[int, ...] = ()) -> None:
         self._keeper = keeper
         self._keys = (_CONNECTION_KEYS.start + 2 * number, _CONNECTION_KEYS.start + 2 * number + 1)
         self._sock = sock
         # One message to the keeper at a time. The event loop never takes this lock: a stopped keeper reads nothing.
         self._sending = threading.Lock()
         self._lock = threading.Lock()  # guards all below
-        self._slots: dict[_Key, int] = {}
+        self._slots: dict[tuple[type[Entry], int], int] = {}
         self._free: list[int] = []
-        self._held: tuple[int, ...] = ()  # the descriptors that the keeper holds, too
-
-    def resume(self, held: tuple[int, int], slots: Mapping[int, Entry]) -> None:
-        """Go on with the record of the former daemon. Takes over the descriptors."""
         self._held = held
-        self._slots = {(type(entry), entry.id): slot for slot, entry in slots.items()}
-        self._free = [slot for slot in range(max(slots, default=0)) if slot not in slots]
+
+    def read(self, owner: str) -> list[Entry]:
+        """Return the entries of the former daemon. There may be thousands, and the mount answers nothing yet."""
+        decode, found = msgspec.json.Decoder(Entry).decode, []
+        size = os.fstat(self._held[1]).st_size
+        with mmap.mmap(self._held[1], size, prot=mmap.PROT_READ) if size else nullcontext(b"") as data:
+            for slot, start in enumerate(range(0, size, _SLOT_BYTES)):
+                end = data.find(b"\0", start, start + _SLOT_BYTES)
+                try:
+                    if start < end:
+                        found.append(entry := decode(data[start:end]))
+                        self._slots[type(entry), entry.id] = slot
+                        continue
+                except msgspec.MsgspecError as failure:
+                    log.error("a part of what %s has cannot be read: %s", owner, failure)  # the mount goes on
+                self._free.append(slot)
+        return found
 
     def add(self, entry: Entry) -> None:
         """Note a lease or a registration. The first one makes the keeper hold the connection, which may block."""
+        key = type(entry), entry.id
         with self._sending:
             if self._keeper is None:
                 return
-            key = type(entry), entry.id
             with self._lock:
-                fresh = not self._held
-                if fresh:
-                    record = os.memfd_create("gpufs-client")
-                    try:
+                is_first = not self._held
+                if is_first:
+                    with ExitStack() as undo:
+                        undo.callback(os.close, record := os.memfd_create("gpufs-client"))
                         self._held = (os.dup(self._sock.fileno()), record)
-                    except OSError:
-                        os.close(record)
-                        raise
-                slot = self._slots.get(key)
-                if slot is None:
-                    slot = self._slots[key] = self._free.pop() if self._free else len(self._slots)
-                os.pwrite(self._held[1], msgspec.json.encode(entry) + b"\0", slot * _SLOT_BYTES)
-            if fresh:
+                        undo.pop_all()
+                if key not in self._slots:
+                    self._slots[key] = self._free.pop() if self._free else len(self._slots)
+                os.pwrite(self._held[1], msgspec.json.encode(entry) + b"\0", self._slots[key] * _SLOT_BYTES)
+            if is_first:
                 self._keeper.hold(dict(zip(self._keys, self._held, strict=True)))
+
+    def remove(self, kind: type[Entry], number: int) -> None:
+        """The lease or registration has ended."""
+        with self._lock:
+            slot = self._slots.pop((kind, number), None)
+            if slot is not None and self._held:
+                self._free.append(slot)
+                os.pwrite(self._held[1], b"\0", slot * _SLOT_BYTES)
 
     @property
     def held(self) -> bool:
@@ -263,14 +265,6 @@ class Record:
                 keeper.drop(self._keys)
             close_all(held)
 
-    def remove(self, kind: type[Entry], number: int) -> None:
-        """The lease or registration has ended."""
-        with self._lock:
-            slot = self._slots.pop((kind, number), None)
-            if slot is not None and self._held:
-                self._free.append(slot)
-                os.pwrite(self._held[1], b"\0", slot * _SLOT_BYTES)
-
 
 @dataclass(frozen=True, slots=True)
 class KeptClient:
@@ -278,7 +272,6 @@ class KeptClient:
 
     A private copy, which the client has for itself, has no lease here, nor has one that sleeps. All others keep their
     inodes.
-    Its record goes on with ``held`` and ``slots``.
     """
 
     number: int
@@ -286,8 +279,7 @@ class KeptClient:
     peer: ClientProcess
     leases: list[tuple[KeptLease, Lease | None]]
     registrations: list[KeptRegistration]
-    held: tuple[int, int]
-    slots: dict[int, Entry]
+    record: Record
 
 
 def kept_path(path: str) -> str:
@@ -317,21 +309,19 @@ def restore(mount: Mount, keeper: KeeperLink | None, held: Mapping[int, int]) ->
     for key in sorted(held):
         if key in _CONNECTION_KEYS and key % 2 == 0 and key + 1 in held:
             number = (key - _CONNECTION_KEYS.start) // 2
-            clients.append(_restore_client(mount, registrations, number, held[key], held[key + 1]))
+            clients.append(_restore_client(mount, registrations, number, (held[key], held[key + 1])))
     registrations.drop_others({entry.number for client in clients for entry in client.registrations})
     return Kept(registrations, clients)
 
 
-def _restore_client(
-    mount: Mount, registrations: KeptRegistrations, number: int, socket_fd: int, record: int
-) -> KeptClient:
-    sock = socket.socket(fileno=os.dup(socket_fd))
+def _restore_client(mount: Mount, registrations: KeptRegistrations, number: int, held: tuple[int, int]) -> KeptClient:
+    sock = socket.socket(fileno=os.dup(held[0]))
     peer = process_of(sock)
-    slots = _read_slots(record, peer)
+    label = str(peer)
+    record = Record(registrations.keeper, number, sock, held)
     leases: list[tuple[KeptLease, Lease | None]] = []
     registered = []
-    label = str(peer)
-    for slot, entry in list(slots.items()):
+    for entry in record.read(label):
         try:
             if isinstance(entry, KeptLease):
                 leases.append((entry, None if entry.private else _open_again(mount, entry, label)))
@@ -342,25 +332,8 @@ def _restore_client(
             if _register_again(mount, registrations, entry, peer):
                 registered.append(entry)
                 continue
-        del slots[slot]
-        os.pwrite(record, b"\0", slot * _SLOT_BYTES)
-    return KeptClient(number, sock, peer, leases, registered, (socket_fd, record), slots)
-
-
-def _read_slots(record: int, peer: ClientProcess) -> dict[int, Entry]:
-    """Return what a record has. There may be thousands of entries, and the mount answers nothing yet."""
-    slots: dict[int, Entry] = {}
-    decode = msgspec.json.Decoder(Entry).decode
-    size = os.fstat(record).st_size
-    with mmap.mmap(record, size, prot=mmap.PROT_READ) if size else contextlib.nullcontext(b"") as data:
-        for slot, start in enumerate(range(0, size, _SLOT_BYTES)):
-            if not data[start]:
-                continue
-            try:
-                slots[slot] = decode(data[start : data.find(b"\0", start, start + _SLOT_BYTES)])
-            except msgspec.MsgspecError as failure:
-                log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
-    return slots
+        record.remove(type(entry), entry.id)
+    return KeptClient(number, sock, peer, leases, registered, record)
 
 
 def _open_again(mount: Mount, lease: KeptLease, label: str) -> Lease | None:

@@ -383,6 +383,6 @@ class ServedMount:
         for piece in pieces:
             _checks.check_shareable(piece.fd)
         descriptors = [memory] if wanted.kind == "file" else [piece.fd for piece in pieces]
-        kept = RegisteredMemory.of(wanted, pieces)
+        kept = RegisteredMemory(wanted, [(piece.offset, piece.bytes) for piece in pieces])
         kept.register(self.mount, ino, descriptors)
         return self.registrations.hold(kept, descriptors, holder.peer.uid)
