@@ -15,9 +15,9 @@ from gpufs.engine import Lease, SharedPiece
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import Attach, Attached, Check, Detach, Done, Pieces, ProtocolError, Refresh, Sleep, Wake
 from gpufs.service._channel import ClientChannel, path_behind
-from gpufs.service._kept import KeptLease, Record, kept_path
+from gpufs.service._kept import Holder, Record
 from gpufs.service._scope import Descriptor, RequestScope
-from gpufs.service._served_mount import Holder, ServedMount, check_size
+from gpufs.service._served_mount import ServedMount, check_size
 from gpufs.syscalls import close_all
 
 LeaseRequest: TypeAlias = Attach | Refresh | Detach | Sleep | Wake
@@ -30,7 +30,7 @@ _SLEEPLESS: Final = "a private copy cannot sleep: attach the file with mode r+, 
 
 @dataclass(slots=True)
 class _ClientLease:
-    """A lease of a connection. ``device``: its index; ``turn``: of the request for it that is being served.
+    """A lease of a connection. ``turn``: of the request for it that is being served.
 
     ``lease``: None for one that sleeps, and for a private copy of the former daemon's.
     ``keeps``: whether it keeps the inode, so that the file outlives its names, and the daemon.
@@ -40,7 +40,6 @@ class _ClientLease:
     holder: Holder
     scope: RequestScope
     lease: Lease | None = None
-    device: int = 0
     keeps: bool = False
     turn: trio.Lock = field(default_factory=trio.Lock)
     outgoing: list[SharedPiece] = field(default_factory=list)
@@ -87,29 +86,27 @@ class ClientLeases:
         self._leases: dict[int, _ClientLease] = {}
         self._working = 0  # requests being served
 
-    def adopt(self, kept: KeptLease, lease: Lease | None) -> None:
+    def adopt(self, holder: Holder, lease: Lease | None) -> None:
         """Go on with a lease of the former daemon, whose inode is kept. A private copy the client has for itself."""
-        holder = Holder(self._channel.peer, kept.mode, kept.path, kept.ino, kept.private, kept.read_only, kept.bytes)
-        holder.placement, holder.since, holder.asleep = kept.placement, kept.since, kept.asleep
         holder.scope = self._channel.new_scope()
-        client_lease = _ClientLease(holder, holder.scope, device=kept.device, keeps=not kept.private)
+        client_lease = _ClientLease(holder, holder.scope, keeps=not holder.private)
         if holder.asleep:
             with suppress(OSError):
                 holder.may_move = self._served.may_move(holder)
-        self._enter(kept.id, client_lease, adopted=True)
+        self._enter(client_lease, adopted=True)
         if client_lease.keeps:
             self._served.holders.use(holder)
         if lease is not None:
             self._hold(client_lease, lease)
         elif holder.asleep:
             self._watch(client_lease)
-        self._leases[kept.id] = client_lease
+        self._leases[holder.id] = client_lease
 
-    def _enter(self, number: int, client_lease: _ClientLease, *, adopted: bool = False) -> None:
+    def _enter(self, client_lease: _ClientLease, *, adopted: bool = False) -> None:
         """Show a lease among the mount's holders until it ends."""
         self._served.holders.enter(client_lease.holder, adopted=adopted)
         client_lease.scope.on_close(functools.partial(self._leave, client_lease))
-        client_lease.scope.on_close(functools.partial(self._record.remove, KeptLease, number))
+        client_lease.scope.on_close(functools.partial(self._record.remove, client_lease.holder))
 
     def _leave(self, client_lease: _ClientLease) -> None:
         """A lease has ended: its file is parked if all others on it sleep."""
@@ -148,7 +145,7 @@ class ClientLeases:
             if len(self._leases) >= limits.attachments:
                 raise ProtocolError("too many attachments on one connection")
             own = self._channel.new_scope()
-            client_lease = _ClientLease(Holder(self._channel.peer, message.mode, scope=own), own)
+            client_lease = _ClientLease(Holder(self._channel.peer, message.mode, message.id, scope=own), own)
             self._leases[message.id] = client_lease
             work = functools.partial(self._attach, message, client_lease, scope, permit)
         elif isinstance(message, Refresh):
@@ -232,10 +229,10 @@ class ClientLeases:
         holder, served = client_lease.holder, self._served
         ino = holder.ino
         holder.path = path_behind(descriptor.fd)
-        self._enter(message.id, client_lease)
+        self._enter(client_lease)
         with served.open_buffer(ino) as buffer:
             info = buffer.info
-            client_lease.device = info.device
+            holder.device = info.device
             holder.private = holder.read_only and served.gets_copy(buffer, message.mode)
             if not holder.private:
                 served.mount.inode_hold(ino)
@@ -255,27 +252,8 @@ class ClientLeases:
             self._hold(client_lease, lease)
         if writable:
             served.mount.inode_written(ino)
-        self._keep(message.id, client_lease)
+        self._record.add(holder)
         return lease
-
-    def _keep(self, number: int, client_lease: _ClientLease) -> None:
-        """Note the lease, as it is now, for the next daemon."""
-        holder = client_lease.holder
-        self._record.add(
-            KeptLease(
-                number,
-                holder.ino,
-                holder.mode,
-                kept_path(holder.path),
-                holder.private,
-                holder.read_only,
-                client_lease.device,
-                holder.bytes,
-                holder.since,
-                holder.asleep,
-                holder.placement,
-            )
-        )
 
     async def _refresh(self, message: Refresh, client_lease: _ClientLease | None) -> None:
         client_lease = _usable(client_lease, _STILL)
@@ -287,7 +265,7 @@ class ClientLeases:
                 raise _not_attached()
             lease.refresh()
             client_lease.holder.bytes = lease.bytes
-            self._keep(message.lease, client_lease)
+            self._record.add(client_lease.holder)
             return lease
 
         lease = await client_lease.scope.in_thread(refresh)
@@ -311,7 +289,7 @@ class ClientLeases:
                     self._reopen(client_lease)
                     raise
             finally:
-                self._keep(message.lease, client_lease)
+                self._record.add(holder)
 
         await client_lease.scope.in_thread(sleep)
         return Done(message.id)
@@ -322,7 +300,7 @@ class ClientLeases:
         def wake() -> Lease:
             if client_lease.holder.asleep:
                 self._reopen(client_lease)
-                self._keep(message.lease, client_lease)
+                self._record.add(client_lease.holder)
             if client_lease.lease is None:
                 raise _not_attached()
             return client_lease.lease
@@ -382,8 +360,8 @@ class ClientLeases:
         attached = Attached(
             number,
             driver=self._served.mount.engine.driver,
-            pci_address=devices[client_lease.device].info.pci_address,
-            device=client_lease.device,
+            pci_address=devices[client_lease.holder.device].info.pci_address,
+            device=client_lease.holder.device,
             size=client_lease.holder.bytes,
             private=client_lease.holder.private,
             placement=lease.placement,

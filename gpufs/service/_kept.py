@@ -13,11 +13,12 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -25,6 +26,7 @@ from gpufs.engine import KeeperLink, Lease, Mount, SharedPiece
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import MAX_MEMORY_PIECES, Register
 from gpufs.service._channel import ClientProcess, process_of
+from gpufs.service._scope import RequestScope
 from gpufs.syscalls import close_all, trusted
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ _MOST_DESCRIPTORS: Final = 1 << 14
 _PART_OF_DESCRIPTORS: Final = 8
 _SLOT_BYTES: Final = 4096  # of an entry. A page is written as a whole or not at all, wherever the daemon dies
 _PATH_CHARACTERS: Final = 500
+REGISTERED: Final = "registered"  # the mode of a registration
 
 
 # ---- the memory of registrations ----
@@ -134,14 +137,14 @@ class KeptRegistrations:
             self._held.setdefault((key - _REGISTRATION_KEYS.start) // _KEYS_OF_ONE, []).append(held[key])
         self._free = [number for number in range(max(self._held, default=0)) if number not in self._held]
 
-    def register_again(self, mount: Mount, number: int | None, ino: int, uid: int) -> None:
-        """Give a user's file the memory that it had. OSError if that is impossible."""
-        if number is None or number not in self._held:
+    def register_again(self, mount: Mount, holder: "Holder") -> None:
+        """Give a file the memory that it had. OSError if that is impossible."""
+        if holder.number is None or holder.number not in self._held:
             raise OSError(errno.ENODATA, "its memory was not kept")
-        self._enter(number, uid)
-        first, *descriptors = self._held[number]
+        self._enter(holder.number, holder.peer.uid)
+        first, *descriptors = self._held[holder.number]
         memory = msgspec.json.decode(os.pread(first, os.fstat(first).st_size, 0), type=RegisteredMemory)
-        memory.register(mount, ino, descriptors)
+        memory.register(mount, holder.ino, descriptors)
 
     def drop_others(self, used: set[int | None]) -> None:
         """Drop what belongs to no registration: the former daemon had not finished it, or was ending it."""
@@ -156,37 +159,59 @@ def _first_key(number: int) -> int:
 # ---- connections ----
 
 
-class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
-    """A lease in a record; see Holder. ``private``: its memory was a copy, which the daemon cannot find again.
+@dataclass(eq=False, slots=True)
+class Holder:
+    """One lease or registration, and the program that has it."""
 
-    ``asleep``: it has no memory until it wakes.
-    """
-
-    id: int
-    ino: int
+    peer: ClientProcess
     mode: str
+    id: int = 0  # of the request that began it
+    path: str = ""  # the name at the beginning, as this process sees it
+    ino: int = 0
+    device: int = 0  # of a lease; its index
+    number: int | None = None  # of a registration's memory in KeptRegistrations; None: it ends with the daemon
+    private: bool = False  # its memory is a copy, which no other daemon finds again
+    read_only: bool = False  # the program's descriptor does not allow writing
+    bytes: int = 0
+    placement: int | None = None  # where in the memory its program has the first byte
+    charged: tuple[int, int] = (0, 0)  # the device of a private copy, and the bytes that it takes there
+    since: float = field(default_factory=time.time)
+    scope: RequestScope | None = None  # of a lease, which ends with it
+    revoked: bool = False
+    asleep: bool = False  # it has no memory until it wakes
+    may_move: bool = False  # whether the file may leave its device because the program sleeps
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the entry for ``.gpufs/leases``."""
+        return {
+            "path": self.path,
+            "inode": self.ino,
+            "pid": self.peer.pid,
+            "uid": self.peer.uid,
+            "program": self.peer.program,
+            "mode": self.mode,
+            "private": self.private,
+            "asleep": self.asleep,
+            "bytes": self.bytes,
+            "since": self.since,
+        }
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """What a record has of a Holder."""
+
+    mode: str
+    id: int
     path: str
+    ino: int
+    device: int
+    number: int | None
     private: bool
     read_only: bool
-    device: int
     bytes: int
+    placement: int | None
     since: float
-    asleep: bool = False
-    placement: int | None = None
-
-
-class KeptRegistration(msgspec.Struct, frozen=True, tag="registration"):
-    """A registration in a record; see Holder. ``number``: of its memory, in KeptRegistrations, or None."""
-
-    id: int
-    ino: int
-    path: str
-    bytes: int
-    since: float
-    number: int | None
-
-
-Entry = KeptLease | KeptRegistration
+    asleep: bool
 
 
 class Record:
@@ -202,30 +227,31 @@ class Record:
         # One message to the keeper at a time. The event loop never takes this lock: a stopped keeper reads nothing.
         self._sending = threading.Lock()
         self._lock = threading.Lock()  # guards all below
-        self._slots: dict[tuple[type[Entry], int], int] = {}
+        self._slots: dict[Holder, int] = {}
         self._free: list[int] = []
         self._held = held
 
-    def read(self, owner: str) -> list[Entry]:
+    def read(self, peer: ClientProcess) -> list[Holder]:
         """Return the entries of the former daemon. There may be thousands, and the mount answers nothing yet."""
-        decode, found = msgspec.json.Decoder(Entry).decode, []
+        decode = msgspec.json.Decoder(_Kept).decode
         size = os.fstat(self._held[1]).st_size
         with mmap.mmap(self._held[1], size, prot=mmap.PROT_READ) if size else nullcontext(b"") as data:
             for slot, start in enumerate(range(0, size, _SLOT_BYTES)):
                 end = data.find(b"\0", start, start + _SLOT_BYTES)
                 try:
                     if start < end:
-                        found.append(entry := decode(data[start:end]))
-                        self._slots[type(entry), entry.id] = slot
+                        self._slots[Holder(peer, **msgspec.structs.asdict(decode(data[start:end])))] = slot
                         continue
                 except msgspec.MsgspecError as failure:
-                    log.error("a part of what %s has cannot be read: %s", owner, failure)  # the mount goes on
+                    log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
                 self._free.append(slot)
-        return found
+        return list(self._slots)
 
-    def add(self, entry: Entry) -> None:
-        """Note a lease or a registration. The first one makes the keeper hold the connection, which may block."""
-        key = type(entry), entry.id
+    def add(self, holder: Holder) -> None:
+        """Note it as it is now. The first one makes the keeper hold the connection, which may block."""
+        kept = msgspec.convert(holder, _Kept, from_attributes=True)
+        path = kept.path.encode(errors="replace").decode()[:_PATH_CHARACTERS]
+        entry = msgspec.json.encode(msgspec.structs.replace(kept, path=path)) + b"\0"
         with self._sending:
             if self._keeper is None:
                 return
@@ -236,16 +262,16 @@ class Record:
                         undo.callback(os.close, record := os.memfd_create("gpufs-client"))
                         self._held = (os.dup(self._sock.fileno()), record)
                         undo.pop_all()
-                if key not in self._slots:
-                    self._slots[key] = self._free.pop() if self._free else len(self._slots)
-                os.pwrite(self._held[1], msgspec.json.encode(entry) + b"\0", self._slots[key] * _SLOT_BYTES)
+                if holder not in self._slots:
+                    self._slots[holder] = self._free.pop() if self._free else len(self._slots)
+                os.pwrite(self._held[1], entry, self._slots[holder] * _SLOT_BYTES)
             if is_first:
                 self._keeper.hold(dict(zip(self._keys, self._held, strict=True)))
 
-    def remove(self, kind: type[Entry], number: int) -> None:
-        """The lease or registration has ended."""
+    def remove(self, holder: Holder) -> None:
+        """It has ended."""
         with self._lock:
-            slot = self._slots.pop((kind, number), None)
+            slot = self._slots.pop(holder, None)
             if slot is not None and self._held:
                 self._free.append(slot)
                 os.pwrite(self._held[1], b"\0", slot * _SLOT_BYTES)
@@ -277,14 +303,9 @@ class KeptClient:
     number: int
     sock: socket.socket
     peer: ClientProcess
-    leases: list[tuple[KeptLease, Lease | None]]
-    registrations: list[KeptRegistration]
+    leases: list[tuple[Holder, Lease | None]]
+    registrations: list[Holder]
     record: Record
-
-
-def kept_path(path: str) -> str:
-    """The path as a record has it."""
-    return path.encode(errors="replace").decode()[:_PATH_CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,57 +331,53 @@ def restore(mount: Mount, keeper: KeeperLink | None, held: Mapping[int, int]) ->
         if key in _CONNECTION_KEYS and key % 2 == 0 and key + 1 in held:
             number = (key - _CONNECTION_KEYS.start) // 2
             clients.append(_restore_client(mount, registrations, number, (held[key], held[key + 1])))
-    registrations.drop_others({entry.number for client in clients for entry in client.registrations})
+    registrations.drop_others({holder.number for client in clients for holder in client.registrations})
     return Kept(registrations, clients)
 
 
 def _restore_client(mount: Mount, registrations: KeptRegistrations, number: int, held: tuple[int, int]) -> KeptClient:
     sock = socket.socket(fileno=os.dup(held[0]))
     peer = process_of(sock)
-    label = str(peer)
     record = Record(registrations.keeper, number, sock, held)
-    leases: list[tuple[KeptLease, Lease | None]] = []
-    registered = []
-    for entry in record.read(label):
+    client = KeptClient(number, sock, peer, [], [], record)
+    for holder in record.read(peer):
         try:
-            if isinstance(entry, KeptLease):
-                leases.append((entry, None if entry.private else _open_again(mount, entry, label)))
+            if holder.mode != REGISTERED:
+                client.leases.append((holder, None if holder.private else _open_again(mount, holder)))
                 continue
         except (OSError, OverflowError) as failure:  # of numbers that cannot be
-            log.error("the lease of %s on %s is lost: %s", label, entry.path, failure)
+            log.error("the lease of %s on %s is lost: %s", peer, holder.path, failure)
         else:
-            if _register_again(mount, registrations, entry, peer):
-                registered.append(entry)
+            if _register_again(mount, registrations, holder):
+                client.registrations.append(holder)
                 continue
-        record.remove(type(entry), entry.id)
-    return KeptClient(number, sock, peer, leases, registered, record)
+        record.remove(holder)
+    return client
 
 
-def _open_again(mount: Mount, lease: KeptLease, label: str) -> Lease | None:
+def _open_again(mount: Mount, holder: Holder) -> Lease | None:
     """Keep the inode of a lease, and open the lease again. None for one that sleeps."""
-    mount.inode_hold(lease.ino)
+    mount.inode_hold(holder.ino)
     try:
         # What the file has grown by is not the client's: it may be a hole, without memory.
-        writable = lease.mode == READ_WRITE
-        return None if lease.asleep else mount.lease_again(lease.ino, lease.bytes, writable=writable, label=label)
+        writable, label = holder.mode == READ_WRITE, str(holder.peer)
+        return None if holder.asleep else mount.lease_again(holder.ino, holder.bytes, writable=writable, label=label)
     except BaseException:
-        mount.inode_release(lease.ino)
+        mount.inode_release(holder.ino)
         raise
 
 
-def _register_again(
-    mount: Mount, registrations: KeptRegistrations, entry: KeptRegistration, peer: ClientProcess
-) -> bool:
+def _register_again(mount: Mount, registrations: KeptRegistrations, holder: Holder) -> bool:
     """Return whether the file shows the memory again. If the memory is lost, the file is removed."""
     try:
-        mount.inode_hold(entry.ino)
+        mount.inode_hold(holder.ino)
     except OSError:
         return False  # the file had no name, and no program had it open
     try:
-        registrations.register_again(mount, entry.number, entry.ino, peer.uid)
+        registrations.register_again(mount, holder)
     except (OSError, OverflowError, msgspec.MsgspecError) as failure:
-        log.error("the file %s, which %s registered, is gone: %s", entry.path, peer, failure)
-        mount.remove_names(entry.ino)
-        mount.inode_release(entry.ino)
+        log.error("the file %s, which %s registered, is gone: %s", holder.path, holder.peer, failure)
+        mount.remove_names(holder.ino)
+        mount.inode_release(holder.ino)
         return False
     return True
