@@ -163,6 +163,14 @@ class Asked(ServerMessage, tag="asked"):
     what: Move
 
 
+class Replaced(ServerMessage, tag="replaced"):
+    """Another daemon serves the connection from now on; for a connection with leases or registrations.
+
+    It knows nothing of requests that the one before has received. Those that came with descriptors have failed. The
+    client sends all others again, as they were.
+    """
+
+
 class Goodbye(ServerMessage, tag="goodbye"):
     """The daemon's last message on a connection that it ends, and why."""
 
@@ -178,7 +186,7 @@ class ClientMessage(Message):
 
 
 class Request(ClientMessage):
-    """A request. The client chooses the ``id`` of a copy, a lease or a registration; later requests name it.
+    """A request. Each of a connection has a larger ``id`` than those before, which is also that of what it begins.
 
     ``answer``: the kind of message that ends it.
     """
@@ -214,7 +222,7 @@ class Copy(Request, tag="copy"):
 
 
 class Cancel(Request, tag="cancel"):
-    """End a copy, whose result still comes. One that is not in progress is not an error: it may just have ended."""
+    """End the copy with this id. Its result still comes; one that has just ended is not an error."""
 
 
 class Attach(Request, tag="attach"):
@@ -236,11 +244,14 @@ class Refresh(Request, tag="refresh"):
 
     answer = Attached
 
+    lease: Id
     start: Offset
 
 
 class Detach(Request, tag="detach"):
     """End a lease. The end of the connection ends all of them."""
+
+    lease: Id
 
 
 class Sleep(Request, tag="sleep"):
@@ -249,11 +260,15 @@ class Sleep(Request, tag="sleep"):
     One that sleeps is not an error. After a failure it is as it was.
     """
 
+    lease: Id
+
 
 class Wake(Request, tag="wake"):
     """Wake a lease: its file comes back to its device. Answered as Attach is; one that is awake is not an error."""
 
     answer = Attached
+
+    lease: Id
 
 
 class Check(Request, tag="check"):
@@ -319,6 +334,8 @@ class Register(Request, tag="register"):
 
 class Unregister(Request, tag="unregister"):
     """End a registration: the file loses its names, and its contents are gone."""
+
+    registration: Id
 
 
 class SetQuota(Request, tag="set_quota"):

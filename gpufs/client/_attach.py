@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import stat
 import threading
@@ -92,9 +91,8 @@ class Attachment:
             self._map_rest()
 
     def _map_rest(self) -> None:
-        ask = functools.partial(self._connection.refresh, self._number, self.mapping.bytes)
         with as_failure_of_mount(self.path):
-            answer, pieces = _daemons.repeat_if_it_dies(ask)
+            answer, pieces = self._connection.refresh(self._number, self.mapping.bytes)
         _add(self.mapping, pieces, answer, self.path)
         self.size, self.placement = answer.size, answer.placement
         self.is_lost = False
@@ -111,7 +109,7 @@ class Attachment:
             if self.driver == HOST:
                 self.mapping.explain_accesses(_SLEEPS.format(path=self.path))
             try:
-                _daemons.repeat_if_it_dies(functools.partial(self._connection.sleep, self._number))
+                self._connection.sleep(self._number)
             except OSError as error:
                 try:
                     self._map_rest()
@@ -130,7 +128,7 @@ class Attachment:
             if not self.is_asleep:
                 return False
             with as_failure_of_mount(self.path):
-                answer, pieces = _daemons.repeat_if_it_dies(functools.partial(self._connection.wake, self._number))
+                answer, pieces = self._connection.wake(self._number)
             if answer.placement != self.placement:
                 close_all([piece.fd for piece in pieces])
                 text = f"its first byte lies at {answer.placement} now, and lay at {self.placement}: attach it again"
@@ -292,9 +290,8 @@ def check_together(attached: Sequence[Attachment], what: protocol.Move) -> None:
     for each in attached:
         by_connection.setdefault(each._connection, []).append(each)
     for connection, some in by_connection.items():
-        ask = functools.partial(connection.check, [each._number for each in some], what)
         with as_failure_of_mount(os.path.commonpath([each.path for each in some])):
-            _daemons.repeat_if_it_dies(ask)
+            connection.check([each._number for each in some], what)
 
 
 # The attachments of this process, and the functions that are called for each new one.

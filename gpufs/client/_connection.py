@@ -51,12 +51,19 @@ def in_groups(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 class _Pending:
-    """A request in progress: the kind of message that answers it, and as much of the answer as has come."""
+    """A request in progress: the kind of message that answers it, and as much of the answer as has come.
+
+    ``request``: what another daemon that takes over gets again; None where that is impossible.
+    """
 
     def __init__(
-        self, kind: type[protocol.ServerMessage], progress: Callable[[protocol.Progress], None] | None = None
+        self,
+        kind: type[protocol.ServerMessage],
+        progress: Callable[[protocol.Progress], None] | None = None,
+        request: protocol.Request | None = None,
     ) -> None:
         self.kind = kind
+        self.request = request
         self.message: protocol.ServerMessage | None = None
         self.pieces: list[SharedPiece] = []  # after Attached
         self.failure: OSError | None = None  # why a part of the answer was lost
@@ -107,12 +114,12 @@ class Connection(Closing):
         self.driver = ""  # of the mount
         self.last: protocol.Result | None = None  # of the copy that was asked for last
         self.is_lost = False  # whether it has ended, for any reason
-        self._numbers = itertools.count(_GREETING + 1)  # of requests
-        self._lock = threading.Lock()  # held from a request to the end of its answer; guards _pending and _silent
+        self._lock = threading.Lock()  # held from a request to the end of its answer; guards the next three
+        self._numbers = itertools.count(_GREETING + 1)  # of requests, which increase
         self._pending: dict[int, _Pending] = {}  # by the request's number
-        # The most of them. The daemon takes twice as many: after an interruption it also has a request that is ended.
-        self._slots = 1
         self._silent = False  # whether the daemon has not answered in time, and nothing has come since
+        # The most pending ones. The daemon takes twice as many: after an interruption it has one that is ended, too.
+        self._slots = 1
         self._detached: deque[int] = deque()  # leases to end as soon as the lock and the daemon are free
         self._retrying = False  # whether a thread does that
         self._asked: Callable[[Sequence[int], protocol.Move], str] | None = None  # see listen()
@@ -198,9 +205,9 @@ class Connection(Closing):
         exception the connection is closed.
         """
         interval = interval if progress else 0.0
-        request = protocol.Copy(next(self._numbers), direction, host_offset, offset, size, fastpath, sync, interval)
         self.last = None
         with self._exclusive():
+            request = protocol.Copy(next(self._numbers), direction, host_offset, offset, size, fastpath, sync, interval)
             pending = None
             seconds = _CANCEL_SECONDS  # how long the end of the copy may take after an exception
             try:
@@ -230,8 +237,8 @@ class Connection(Closing):
 
         ECONNRESET if the daemon has died: another one may serve the connection by now.
         """
-        request = protocol.Attach(next(self._numbers), mode, placement)
         with self._exclusive():
+            request = protocol.Attach(next(self._numbers), mode, placement)
             try:
                 answer = self._ask_for_memory(request, (fd,))
             except BaseException:
@@ -245,7 +252,7 @@ class Connection(Closing):
     def refresh(self, number: int, start: int) -> Memory:
         """Ask for the memory from ``start`` on. OSError as attach()."""
         with self._exclusive():
-            answer = self._ask_for_memory(protocol.Refresh(number, start))
+            answer = self._ask_for_memory(protocol.Refresh(next(self._numbers), number, start))
         _check(answer[0])
         return answer
 
@@ -261,48 +268,50 @@ class Connection(Closing):
         """Have a file show memory. Returns the registration's number. OSError if the daemon refuses."""
         self.check_peer()
         fields = (share.kind, share.offset, size, share.writable, share.pci_address, share.handle)
-        request = protocol.Register(next(self._numbers), *fields)
         with self._exclusive():
+            request = protocol.Register(next(self._numbers), *fields)
             try:
                 done = self._ask(request, [file] if share.fd < 0 else [file, share.fd])
+                if done.error == errno.ECONNRESET:  # the daemon that has died may have registered it
+                    self._ask(protocol.Unregister(next(self._numbers), request.id), ())
             except BaseException:  # the daemon may have registered it
                 if not self.is_lost:
-                    self._send(protocol.Unregister(request.id))
+                    self._send(protocol.Unregister(next(self._numbers), request.id))
                 raise
         _check(done)
         return request.id
 
     def unregister(self, number: int) -> None:
         """End a registration. OSError ETIMEDOUT if the daemon still uses the memory."""
-        self._change(protocol.Unregister(number))
+        self._change(protocol.Unregister, number)
 
     def set_quota(self, directory: int, uid: int | None, limit: int) -> None:
         """Set the limit of a directory or a user; see :class:`gpufs.protocol.SetQuota`. OSError if refused."""
-        self._change(protocol.SetQuota(next(self._numbers), uid, limit), (directory,))
+        self._change(protocol.SetQuota, uid, limit, descriptors=(directory,))
 
     def sleep(self, number: int) -> None:
         """Put a lease to sleep, whose memory is unmapped. OSError if the daemon refuses: it is awake then."""
-        self._change(protocol.Sleep(number))
+        self._change(protocol.Sleep, number)
 
     def wake(self, number: int) -> Memory:
         """Wake a lease and ask for its memory. OSError if the daemon refuses: it sleeps on."""
         with self._exclusive():
-            answer = self._ask_for_memory(protocol.Wake(number))
+            answer = self._ask_for_memory(protocol.Wake(next(self._numbers), number))
         _check(answer[0])
         return answer
 
     def check(self, leases: Sequence[int], what: protocol.Move) -> None:
         """Ask whether these leases can all sleep, or wake, now. OSError as one of them would get it."""
         for some in in_groups(leases):
-            self._change(protocol.Check(next(self._numbers), list(some), what))
+            self._change(protocol.Check, list(some), what)
 
     def park(self, inodes: Sequence[int], wait: float) -> None:
         """Move files to the host's memory; programs that use them have so many seconds to sleep. OSError if refused."""
-        self._change(protocol.Park(next(self._numbers), list(inodes), wait))
+        self._change(protocol.Park, list(inodes), wait)
 
     def bring_back(self, inodes: Sequence[int]) -> None:
         """Move files back to their devices. OSError if the daemon refuses."""
-        self._change(protocol.BringBack(next(self._numbers), list(inodes)))
+        self._change(protocol.BringBack, list(inodes))
 
     def listen(self, asked: Callable[[Sequence[int], protocol.Move], str]) -> NoReturn:
         """Call ``asked`` with inodes and what they should do, for each question about this process's files.
@@ -319,11 +328,11 @@ class Connection(Closing):
 
     def revoke(self, file: int) -> None:
         """End all leases on a file. OSError if the daemon refuses."""
-        self._change(protocol.Revoke(next(self._numbers)), (file,))
+        self._change(protocol.Revoke, descriptors=(file,))
 
-    def _change(self, request: protocol.Request, descriptors: Sequence[int] = ()) -> None:
+    def _change(self, kind: Callable[..., protocol.Request], *fields: object, descriptors: Sequence[int] = ()) -> None:
         with self._exclusive():
-            done = self._ask(request, descriptors)
+            done = self._ask(kind(next(self._numbers), *fields), descriptors)
         _check(done)
 
     def _ask(self, request: protocol.Request, descriptors: Sequence[int]) -> protocol.Done:
@@ -335,8 +344,6 @@ class Connection(Closing):
     def _ask_for_memory(
         self, request: protocol.Attach | protocol.Refresh | protocol.Wake, descriptors: Sequence[int] = ()
     ) -> Memory:
-        while request.id in self._pending:  # a refresh that was interrupted
-            self._receive()
         pending = self._start(request, descriptors)
         try:
             self._wait(pending)
@@ -384,7 +391,7 @@ class Connection(Closing):
         sent: list[_Pending] = []
         while self._detached or not all(pending.complete for pending in sent):
             while self._detached and len(self._pending) < self._slots:
-                sent.append(self._start(protocol.Detach(self._detached[0])))
+                sent.append(self._start(protocol.Detach(next(self._numbers), self._detached[0])))
                 self._detached.popleft()
             self._receive(deadline)
 
@@ -412,9 +419,13 @@ class Connection(Closing):
         progress: Callable[[protocol.Progress], None] | None = None,
     ) -> _Pending:
         """Send a request. _wait() waits for its answer."""
-        while len(self._pending) >= self._slots:  # abandoned requests keep their slots until they are answered
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        # Abandoned requests keep their slots until they are answered. And another daemon may have taken over by now.
+        while len(self._pending) >= self._slots or poll.poll(0):
             self._receive()
-        pending = self._pending[request.id] = _Pending(request.answer, progress)
+        again = None if descriptors else request
+        pending = self._pending[request.id] = _Pending(request.answer, progress, again)
         try:
             self._send(request, descriptors)
         except BaseException:
@@ -497,6 +508,9 @@ class Connection(Closing):
                 if declined:
                     self._send(protocol.Declined(message.question, protocol.shorten(declined)))
             return
+        if isinstance(message, protocol.Replaced):
+            self._send_again()
+            return
         pending = self._pending.get(message.id if isinstance(message, protocol.Answer) else _GREETING)
         if pending is not None and isinstance(message, protocol.Pieces):
             try:
@@ -512,6 +526,18 @@ class Connection(Closing):
                 pending.progress(message)
             elif isinstance(message, pending.kind):
                 pending.message = message
+        self._forget_complete()
+
+    def _send_again(self) -> None:
+        """Another daemon serves the connection: send again what has no answer. What had descriptors has failed."""
+        for number, pending in self._pending.items():
+            pieces, pending.pieces, pending.message = pending.pieces, [], None
+            if not pending.abandoned:
+                close_all([piece.fd for piece in pieces])
+            if pending.request is not None:
+                self._send(pending.request)
+            elif issubclass(pending.kind, protocol.FinalAnswer):
+                pending.message = pending.kind(number, errno.ECONNRESET, "the daemon of the mount has ended")
         self._forget_complete()
 
     def _forget_complete(self) -> None:

@@ -314,7 +314,7 @@ class Serving:
             await threads.run(functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, read_ahead))
 
     async def _release_forgotten(self) -> None:
-        self.mount.release_forgotten()
+        await threads.run(self.mount.release_forgotten)  # visits all inodes
 
     async def _publish_statistics(self) -> None:
         """Write the gauges to the counters' file."""

@@ -20,11 +20,11 @@ from gpufs.service._channel import ClientChannel, ClientProcess, path_behind
 from gpufs.service._client_copies import ClientCopies
 from gpufs.service._client_leases import ClientLeases
 from gpufs.service._client_registrations import ClientRegistrations
-from gpufs.service._kept import KeptClient, KeptRequest, Record
+from gpufs.service._kept import KeptClient, Record
 from gpufs.service._parking import Parking
 from gpufs.service._scope import RequestScope
 from gpufs.service._served_mount import ServedMount
-from gpufs.service._user import User
+from gpufs.service._user import Users
 from gpufs.syscalls import trusted
 
 log = logging.getLogger(__name__)
@@ -35,34 +35,32 @@ class ClientConnection:
 
     def __init__(
         self,
+        served: ServedMount,
+        users: Users,
+        parking: Parking,
         sock: socket.socket,
         peer: ClientProcess,
         number: int,
-        served: ServedMount,
-        user: User,
-        parking: Parking,
+        kept: KeptClient | None = None,
     ) -> None:
-        """``number``: names the connection in logs; ``user``: the share of its user."""
+        """``number``: names the connection in logs; ``kept``: what it had in the former daemon."""
         self.peer = peer
         self._sock = sock
         self._served = served
-        self._channel = ClientChannel(sock, peer, number, served.limits, user)
-        self._record = Record(served.keeper, number, sock)
+        self._channel = ClientChannel(sock, peer, number, served.limits, users.of(peer.uid))
+        self._record = Record(served.keeper, number, sock) if kept is None else kept.record
         self._registrations = ClientRegistrations(self._channel, served, self._record)
         self._leases = ClientLeases(self._channel, served, self._record)
-        self._copies = ClientCopies(self._channel, served, self._record)
+        self._copies = ClientCopies(self._channel, served)
         self._parking = parking
         self._parks = False  # a Park is in progress
-        self._kept: KeptClient | None = None
-
-    def adopt(self, kept: KeptClient) -> None:
-        """Go on with what the former daemon did for the client."""
-        self._kept = kept
-        self._record.resume(kept.held, kept.slots)
-        for entry, lease in kept.leases:
-            self._leases.adopt(entry, lease)
-        for registration in kept.registrations:
-            self._registrations.adopt(registration)
+        self._adopted = kept is not None
+        self._come = 0, 0  # then the first request that has come from the client, and the last one
+        if kept is not None:
+            for entry, lease in kept.leases:
+                self._leases.adopt(entry, lease)
+            for registration in kept.registrations:
+                self._registrations.adopt(registration)
 
     @property
     def running(self) -> int:
@@ -129,29 +127,9 @@ class ClientConnection:
             )
         return True
 
-    async def _answer_unanswered(self, kept: KeptClient) -> None:
-        """Answer the requests that the former daemon did not answer, or whose answer it did not note."""
-        text = "the daemon of the mount has died before it answered"
-        for request in kept.unanswered:
-            if request.message is protocol.Unregister and request.id in self._registrations:
-                await self._serve_request(request, self._channel.new_scope(), functools.partial(self._remove, request))
-                continue
-            if request.message is protocol.Detach:
-                await self._leases.end(request.id)
-            done = request.message in (protocol.Detach, protocol.Unregister) or (
-                request.message is protocol.Register and request.id in self._registrations
-            )
-            answer = request.message.answer
-            await self._channel.answer(answer(request.id) if done else answer(request.id, errno.ECONNRESET, text))
-            self._record.end(request)
-
-    async def _remove(self, request: KeptRequest) -> Done:
-        await self._registrations.remove(request.id)
-        return Done(request.id)
-
     async def _serve(self) -> None:
-        if self._kept is not None:
-            await self._answer_unanswered(self._kept)
+        if self._adopted:
+            await self._channel.answer(protocol.Replaced())
         elif not await self._greet():
             return
         violation = None
@@ -169,7 +147,6 @@ class ClientConnection:
         while True:
             await channel.wait_for_message()
             async with channel.user.turns:
-                self._record.expect()
                 received = channel.receive()
                 if received is None:
                     continue
@@ -177,14 +154,24 @@ class ClientConnection:
                 if message is None:
                     scope.discard()
                     return
+                if self._adopted and isinstance(message, Request) and self._has_come(message):
+                    scope.discard()
+                    continue
                 await self._begin(message, scope, nursery)
+
+    def _has_come(self, request: Request) -> bool:
+        """Whether a request was in the queue of an adopted connection already, before the client sent it again."""
+        if isinstance(request, protocol.Cancel):
+            return False
+        first, last = self._come
+        self._come = first or request.id, max(last, request.id)
+        return 0 < first <= request.id <= last
 
     async def _begin(self, message: ClientMessage, scope: RequestScope, nursery: trio.Nursery) -> None:
         """Serve a message, or begin to. Its scope ends with it, whatever comes of it."""
         user = self._channel.user
         try:
             right = rights.of(message, len(scope.descriptors))
-            self._record.begin(message)
             sender = rights.Sender(self.peer.uid, self._served, [each.fd for each in scope.descriptors])
             permit = functools.partial(right.check, sender, message)
             match message:
@@ -233,7 +220,7 @@ class ClientConnection:
             case protocol.Register():
                 await self._registrations.add(message, scope, permit)
             case protocol.Unregister():
-                await self._registrations.remove(message.id)
+                await self._registrations.remove(message.registration)
             case protocol.BringBack():
                 await self._parking.bring_back(self._channel, scope, permit)
             case protocol.Listen():
@@ -249,7 +236,7 @@ class ClientConnection:
 
     async def _serve_request(
         self,
-        request: Request | KeptRequest,
+        request: Request,
         scope: RequestScope,
         work: Callable[[], Awaitable[FinalAnswer | None]],
         turns: trio.CapacityLimiter | None = None,
@@ -271,11 +258,11 @@ class ClientConnection:
             scope.discard()
         if answer is not None:
             await self._channel.answer(answer)
-        self._record.end(request)
 
-    def _refusal(self, request: Request | KeptRequest, failure: OSError) -> FinalAnswer:
-        kind = request.message if isinstance(request, KeptRequest) else type(request)
+    def _refusal(self, request: Request, failure: OSError) -> FinalAnswer:
         error = failure.errno or errno.EIO
         text = failure.strerror or os.strerror(error)
-        self._channel.log(logging.INFO, "%s refused: %s %s", kind.__name__, errno.errorcode.get(error, error), text)
-        return kind.answer(request.id, error, protocol.shorten(text))
+        self._channel.log(
+            logging.INFO, "%s refused: %s %s", type(request).__name__, errno.errorcode.get(error, error), text
+        )
+        return request.answer(request.id, error, protocol.shorten(text))

@@ -20,7 +20,6 @@ from gpufs.engine import BackingFile, Transfer
 from gpufs.protocol import Copy, ProtocolError, Result
 from gpufs.service import _checks
 from gpufs.service._channel import ClientChannel, path_behind
-from gpufs.service._kept import Record
 from gpufs.service._scope import Descriptor, RequestScope
 from gpufs.service._served_mount import SPACE_SECONDS, ServedMount
 from gpufs.syscalls import FileIdentity, os_error
@@ -110,10 +109,9 @@ def _drop_set_id(fd: int) -> None:
 
 
 class ClientCopies:
-    def __init__(self, channel: ClientChannel, served: ServedMount, record: Record) -> None:
+    def __init__(self, channel: ClientChannel, served: ServedMount) -> None:
         self._channel = channel
         self._served = served
-        self._record = record
         # The share of the engine's threads that the copy uses. A process in another PID namespace has no number here.
         self._share = channel.peer.pid if channel.peer.pid > 0 else _CONNECTION_BIT | channel.number
         self._tasks: dict[int, _CopyTask] = {}
@@ -201,7 +199,6 @@ class ClientCopies:
                         else "done",
                     )
                 await self._channel.answer(result, seconds=timeout)
-                self._record.end(task.copy)
 
     def _prepare(self, task: _CopyTask, permit: Permit, host: Descriptor, mount: Descriptor) -> None:
         """Checks the descriptors and starts the transfer, on a thread. OSError if a rule forbids it."""

@@ -4,7 +4,7 @@ import errno
 import functools
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -15,9 +15,9 @@ from gpufs.engine import Lease, SharedPiece
 from gpufs.modes import READ_WRITE
 from gpufs.protocol import Attach, Attached, Check, Detach, Done, Pieces, ProtocolError, Refresh, Sleep, Wake
 from gpufs.service._channel import ClientChannel, path_behind
-from gpufs.service._kept import KeptLease, Record, kept_path
+from gpufs.service._kept import Holder, Record
 from gpufs.service._scope import Descriptor, RequestScope
-from gpufs.service._served_mount import Holder, ServedMount, check_size
+from gpufs.service._served_mount import ServedMount, check_size
 from gpufs.syscalls import close_all
 
 LeaseRequest: TypeAlias = Attach | Refresh | Detach | Sleep | Wake
@@ -30,7 +30,7 @@ _SLEEPLESS: Final = "a private copy cannot sleep: attach the file with mode r+, 
 
 @dataclass(slots=True)
 class _ClientLease:
-    """A lease of a connection. ``device``: its index; ``busy``: a request for it is being served.
+    """A lease of a connection. ``turn``: of the request for it that is being served.
 
     ``lease``: None for one that sleeps, and for a private copy of the former daemon's.
     ``keeps``: whether it keeps the inode, so that the file outlives its names, and the daemon.
@@ -40,9 +40,8 @@ class _ClientLease:
     holder: Holder
     scope: RequestScope
     lease: Lease | None = None
-    device: int = 0
     keeps: bool = False
-    busy: bool = False
+    turn: trio.Lock = field(default_factory=trio.Lock)
     outgoing: list[SharedPiece] = field(default_factory=list)
 
     def take_outgoing(self) -> list[SharedPiece]:
@@ -62,10 +61,6 @@ def _close_pieces(pieces: list[SharedPiece]) -> None:
 
 def _end_of(pieces: list[SharedPiece]) -> int:
     return pieces[-1].offset + pieces[-1].bytes
-
-
-async def _refuse(failure: OSError) -> None:
-    raise failure
 
 
 def _usable(client_lease: _ClientLease | None, private: str) -> _ClientLease:
@@ -91,29 +86,27 @@ class ClientLeases:
         self._leases: dict[int, _ClientLease] = {}
         self._working = 0  # requests being served
 
-    def adopt(self, kept: KeptLease, lease: Lease | None) -> None:
+    def adopt(self, holder: Holder, lease: Lease | None) -> None:
         """Go on with a lease of the former daemon, whose inode is kept. A private copy the client has for itself."""
-        holder = Holder(self._channel.peer, kept.mode, kept.path, kept.ino, kept.private, kept.read_only, kept.bytes)
-        holder.placement, holder.since, holder.asleep = kept.placement, kept.since, kept.asleep
         holder.scope = self._channel.new_scope()
-        client_lease = _ClientLease(holder, holder.scope, device=kept.device, keeps=not kept.private)
+        client_lease = _ClientLease(holder, holder.scope, keeps=not holder.private)
         if holder.asleep:
             with suppress(OSError):
                 holder.may_move = self._served.may_move(holder)
-        self._enter(kept.id, client_lease, adopted=True)
+        self._enter(client_lease, adopted=True)
         if client_lease.keeps:
             self._served.holders.use(holder)
         if lease is not None:
             self._hold(client_lease, lease)
         elif holder.asleep:
             self._watch(client_lease)
-        self._leases[kept.id] = client_lease
+        self._leases[holder.id] = client_lease
 
-    def _enter(self, number: int, client_lease: _ClientLease, *, adopted: bool = False) -> None:
+    def _enter(self, client_lease: _ClientLease, *, adopted: bool = False) -> None:
         """Show a lease among the mount's holders until it ends."""
         self._served.holders.enter(client_lease.holder, adopted=adopted)
         client_lease.scope.on_close(functools.partial(self._leave, client_lease))
-        client_lease.scope.on_close(functools.partial(self._record.remove, KeptLease, number))
+        client_lease.scope.on_close(functools.partial(self._record.remove, client_lease.holder))
 
     def _leave(self, client_lease: _ClientLease) -> None:
         """A lease has ended: its file is parked if all others on it sleep."""
@@ -139,14 +132,10 @@ class ClientLeases:
             scope.on_close(functools.partial(self._served.mount.inode_written, holder.ino))
         scope.on_close(lambda: _close_pieces(client_lease.take_outgoing()))
 
-    async def end(self, number: int) -> None:
-        """End a lease, if there is one with this number."""
-        await self._end(number, self._leases.get(number))
-
     def accept(self, message: LeaseRequest, scope: RequestScope, permit: Permit) -> Work:
         """Return what serves a request, whose scope it uses. ProtocolError if there cannot be such a request."""
         limits = self._served.limits
-        client_lease = self._leases.get(message.id)
+        client_lease = self._leases.get(message.id if isinstance(message, Attach) else message.lease)
         work: Work
         if self._working >= limits.requests:
             raise ProtocolError("too many requests at once")
@@ -156,13 +145,9 @@ class ClientLeases:
             if len(self._leases) >= limits.attachments:
                 raise ProtocolError("too many attachments on one connection")
             own = self._channel.new_scope()
-            client_lease = _ClientLease(Holder(self._channel.peer, message.mode, scope=own), own)
+            client_lease = _ClientLease(Holder(self._channel.peer, message.mode, message.id, scope=own), own)
             self._leases[message.id] = client_lease
             work = functools.partial(self._attach, message, client_lease, scope, permit)
-        elif not isinstance(message, Detach) and client_lease is not None and client_lease.busy:
-            # The client may have given up the answer to its last request, of which the end has not been sent.
-            work = functools.partial(_refuse, OSError(errno.EBUSY, "the last request for it is still being answered"))
-            client_lease = None
         elif isinstance(message, Refresh):
             work = functools.partial(self._refresh, message, client_lease)
         elif isinstance(message, Sleep):
@@ -172,23 +157,21 @@ class ClientLeases:
         else:
             work = functools.partial(self._detach, message, client_lease)
         self._working += 1
-        if client_lease is not None:
-            client_lease.busy = True
         return functools.partial(self._serve, work, message, client_lease)
 
     async def _serve(
         self, work: Work, message: LeaseRequest, client_lease: _ClientLease | None
     ) -> protocol.FinalAnswer | None:
+        turn = client_lease.turn if client_lease is not None and not isinstance(message, Detach) else nullcontext()
         try:
-            return await work()
+            async with turn:
+                return await work()
         except OSError:
             if isinstance(message, Attach):
                 await self._end(message.id, client_lease)
             raise
         finally:
             self._working -= 1
-            if client_lease is not None:
-                client_lease.busy = False
 
     async def close(self, seconds: float) -> None:
         """End all leases, one after the other on one thread; wait at most ``seconds``."""
@@ -246,10 +229,10 @@ class ClientLeases:
         holder, served = client_lease.holder, self._served
         ino = holder.ino
         holder.path = path_behind(descriptor.fd)
-        self._enter(message.id, client_lease)
+        self._enter(client_lease)
         with served.open_buffer(ino) as buffer:
             info = buffer.info
-            client_lease.device = info.device
+            holder.device = info.device
             holder.private = holder.read_only and served.gets_copy(buffer, message.mode)
             if not holder.private:
                 served.mount.inode_hold(ino)
@@ -269,27 +252,8 @@ class ClientLeases:
             self._hold(client_lease, lease)
         if writable:
             served.mount.inode_written(ino)
-        self._keep(message.id, client_lease)
+        self._record.add(holder)
         return lease
-
-    def _keep(self, number: int, client_lease: _ClientLease) -> None:
-        """Note the lease, as it is now, for the next daemon."""
-        holder = client_lease.holder
-        self._record.add(
-            KeptLease(
-                number,
-                holder.ino,
-                holder.mode,
-                kept_path(holder.path),
-                holder.private,
-                holder.read_only,
-                client_lease.device,
-                holder.bytes,
-                holder.since,
-                holder.asleep,
-                holder.placement,
-            )
-        )
 
     async def _refresh(self, message: Refresh, client_lease: _ClientLease | None) -> None:
         client_lease = _usable(client_lease, _STILL)
@@ -301,7 +265,7 @@ class ClientLeases:
                 raise _not_attached()
             lease.refresh()
             client_lease.holder.bytes = lease.bytes
-            self._keep(message.id, client_lease)
+            self._record.add(client_lease.holder)
             return lease
 
         lease = await client_lease.scope.in_thread(refresh)
@@ -325,7 +289,7 @@ class ClientLeases:
                     self._reopen(client_lease)
                     raise
             finally:
-                self._keep(message.id, client_lease)
+                self._record.add(holder)
 
         await client_lease.scope.in_thread(sleep)
         return Done(message.id)
@@ -336,7 +300,7 @@ class ClientLeases:
         def wake() -> Lease:
             if client_lease.holder.asleep:
                 self._reopen(client_lease)
-                self._keep(message.id, client_lease)
+                self._record.add(client_lease.holder)
             if client_lease.lease is None:
                 raise _not_attached()
             return client_lease.lease
@@ -362,7 +326,7 @@ class ClientLeases:
             self._served.mount.inode_written(holder.ino)
 
     async def _detach(self, message: Detach, client_lease: _ClientLease | None) -> Done:
-        await self._end(message.id, client_lease)
+        await self._end(message.lease, client_lease)
         return Done(message.id)
 
     async def _end(self, number: int, client_lease: _ClientLease | None) -> None:
@@ -396,8 +360,8 @@ class ClientLeases:
         attached = Attached(
             number,
             driver=self._served.mount.engine.driver,
-            pci_address=devices[client_lease.device].info.pci_address,
-            device=client_lease.device,
+            pci_address=devices[client_lease.holder.device].info.pci_address,
+            device=client_lease.holder.device,
             size=client_lease.holder.bytes,
             private=client_lease.holder.private,
             placement=lease.placement,

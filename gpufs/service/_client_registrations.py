@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from errno import EINVAL, ETIMEDOUT
 
 import trio
@@ -13,17 +12,10 @@ import trio
 from gpufs import threads
 from gpufs.protocol import Register
 from gpufs.service._channel import ClientChannel, path_behind
-from gpufs.service._kept import KeptRegistration, Record, kept_path
+from gpufs.service._kept import REGISTERED, Holder, Record
 from gpufs.service._scope import RequestScope
-from gpufs.service._served_mount import REGISTERED, Holder, ServedMount
+from gpufs.service._served_mount import ServedMount
 from gpufs.syscalls import close_all
-
-
-@dataclass
-class _ClientRegistration:
-    id: int
-    holder: Holder
-    number: int | None = None  # of its memory in ServedMount.registrations
 
 
 class ClientRegistrations:
@@ -33,16 +25,12 @@ class ClientRegistrations:
         self._channel = channel
         self._served = served
         self._record = record
-        self._by_id: dict[int, _ClientRegistration] = {}
+        self._by_id: dict[int, Holder] = {}
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._by_id
-
-    def adopt(self, kept: KeptRegistration) -> None:
+    def adopt(self, holder: Holder) -> None:
         """Go on with a registration of the former daemon."""
-        holder = Holder(self._channel.peer, REGISTERED, kept.path, kept.ino, bytes=kept.bytes, since=kept.since)
         self._served.holders.enter(holder, adopted=True)
-        self._by_id[kept.id] = _ClientRegistration(kept.id, holder, kept.number)
+        self._by_id[holder.id] = holder
 
     async def add(self, message: Register, scope: RequestScope, permit: Callable[[], int]) -> None:
         """Serve ``register``; the scope stays the caller's. OSError if a rule forbids it."""
@@ -50,67 +38,62 @@ class ClientRegistrations:
             raise OSError(EINVAL, "a registration with this id exists")
         ino = permit()
         descriptors, served = scope.descriptors, self._served
-        holder = Holder(self._channel.peer, REGISTERED, path_behind(descriptors[0].fd), ino, bytes=message.size)
-        registration = _ClientRegistration(message.id, holder)
+        path = path_behind(descriptors[0].fd)
+        holder = Holder(self._channel.peer, REGISTERED, message.id, path, ino, bytes=message.size)
         served.holders.enter(holder)
         with ExitStack() as undo:
             undo.callback(served.holders.leave, holder)
             served.mount.inode_hold(ino)
             undo.pop_all()
-            undo.callback(self._release, [registration])
+            undo.callback(self._release, [holder])
             shared = descriptors[1].fd if len(descriptors) == 2 else -1
             taken: list[int] = []  # pieces of the memory
             if message.kind == "descriptor":
                 await scope.take_turn(self._channel.user.pieces)
                 scope.on_close(functools.partial(close_all, taken))
             await threads.run_to_the_end(
-                functools.partial(self._register, registration, message, shared, taken), self._channel.user.calls
+                functools.partial(self._register, holder, message, shared, taken), self._channel.user.calls
             )
             undo.pop_all()
-        self._by_id[message.id] = registration
+        self._by_id[message.id] = holder
 
-    def _register(self, registration: "_ClientRegistration", message: Register, shared: int, taken: list[int]) -> None:
-        holder = registration.holder
-        number = registration.number = self._served.register(holder, message, shared, taken)
-        path = kept_path(holder.path)
-        self._record.add(KeptRegistration(message.id, holder.ino, path, holder.bytes, holder.since, number))
+    def _register(self, holder: Holder, message: Register, shared: int, taken: list[int]) -> None:
+        holder.number = self._served.register(holder, message, shared, taken)
+        self._record.add(holder)
 
     async def remove(self, number: int) -> None:
         """Serve ``unregister``. OSError ETIMEDOUT if something still uses the memory: the client asks again then."""
-        registration = self._by_id.get(number)
-        if registration is None:
+        holder = self._by_id.get(number)
+        if holder is None:
             raise OSError(EINVAL, "this connection has no registration with this id")
-        failure = await self._withdraw([registration], self._served.limits.withdrawal, self._channel.user.calls)
+        failure = await self._withdraw([holder], self._served.limits.withdrawal, self._channel.user.calls)
         if failure is None or failure.errno != ETIMEDOUT:
             del self._by_id[number]
-            self._release([registration])
+            self._release([holder])
         if failure is not None:
             raise failure
 
     async def close(self, seconds: float) -> None:
         """The connection has ended: withdraws all, in so many seconds together."""
-        registrations = list(self._by_id.values())
+        holders = list(self._by_id.values())
         self._by_id.clear()
-        if registrations:
+        if holders:
             try:
-                await self._withdraw(registrations, seconds, self._channel.user.ends)
+                await self._withdraw(holders, seconds, self._channel.user.ends)
             finally:
-                self._release(registrations)
+                self._release(holders)
 
-    def _release(self, registrations: "list[_ClientRegistration]") -> None:
-        for registration in registrations:
-            self._record.remove(KeptRegistration, registration.id)
-            if registration.number is not None:  # dropping the memory may wait for the keeper
-                drop = functools.partial(self._served.registrations.drop, registration.number)
+    def _release(self, holders: list[Holder]) -> None:
+        for holder in holders:
+            self._record.remove(holder)
+            if holder.number is not None:  # dropping the memory may wait for the keeper
+                drop = functools.partial(self._served.registrations.drop, holder.number)
                 self._channel.user.start(self._channel.user.ends, drop)
-            self._served.mount.inode_release(registration.holder.ino)
-            self._served.holders.leave(registration.holder)
+            self._served.mount.inode_release(holder.ino)
+            self._served.holders.leave(holder)
 
-    async def _withdraw(
-        self, registrations: "list[_ClientRegistration]", seconds: float, limiter: trio.CapacityLimiter
-    ) -> OSError | None:
+    async def _withdraw(self, holders: list[Holder], seconds: float, limiter: trio.CapacityLimiter) -> OSError | None:
         """Remove the files' names and end the use of the memory. Return the failure of that, if there is one."""
-        holders = [registration.holder for registration in registrations]
         return await threads.run_to_the_end(functools.partial(self._revoke, holders, seconds), limiter)
 
     def _revoke(self, holders: list[Holder], seconds: float) -> OSError | None:

@@ -1,32 +1,32 @@
-"""Keeps what a client has beyond the life of a daemon: its socket, a record of its leases, registrations and requests
-in progress, and the memory that it has registered.
+"""Keeps what a client has beyond the life of a daemon: its socket, a record of its leases and registrations, and the
+memory that it has registered.
 
 The keeper holds them from the client's first lease or registration on. A new daemon opens the leases again and
-registers the memory again before it serves anything, so the client notices nothing. A request that nobody answered gets
-an answer: it has failed, and may be made again.
+registers the memory again before it serves anything. Requests are not kept: the client learns that another daemon
+serves it (protocol.Replaced), and makes those again that nobody has answered.
 """
 
-import contextlib
 import errno
-import heapq
 import logging
 import mmap
 import os
 import resource
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from gpufs import protocol
 from gpufs.engine import KeeperLink, Lease, Mount, SharedPiece
 from gpufs.modes import READ_WRITE
-from gpufs.protocol import MAX_MEMORY_PIECES, Cancel, ClientMessage, ProtocolError, Register, Request, ShareKind
+from gpufs.protocol import MAX_MEMORY_PIECES, Register
 from gpufs.service._channel import ClientProcess, process_of
+from gpufs.service._scope import RequestScope
 from gpufs.syscalls import close_all, trusted
 
 log = logging.getLogger(__name__)
@@ -42,41 +42,32 @@ _MOST_DESCRIPTORS: Final = 1 << 14
 _PART_OF_DESCRIPTORS: Final = 8
 _SLOT_BYTES: Final = 4096  # of an entry. A page is written as a whole or not at all, wherever the daemon dies
 _PATH_CHARACTERS: Final = 500
+REGISTERED: Final = "registered"  # the mode of a registration
 
 
 # ---- the memory of registrations ----
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True):
-    """A client's memory that is the contents of a file. Offsets and sizes in bytes, as in protocol.Register.
+    """A client's memory that is the contents of a file: what it has requested.
 
-    ``pieces``: offset and size of the memory behind each descriptor, for "descriptor"; empty for the other kinds.
+    ``pieces``: offset and size in bytes of the memory behind each descriptor, for "descriptor"; empty for other kinds.
     """
 
-    kind: ShareKind
-    offset: int
-    size: int
-    writable: bool
-    handle: bytes
+    wanted: Register
     pieces: list[tuple[int, int]]
-
-    @classmethod
-    def of(cls, wanted: Register, pieces: Sequence[SharedPiece]) -> "RegisteredMemory":
-        """A registration that a client has requested, with the pieces that it has passed on."""
-        layout = [(piece.offset, piece.bytes) for piece in pieces]
-        return cls(wanted.kind, wanted.offset, wanted.size, wanted.writable, wanted.handle, layout)
 
     def register(self, mount: Mount, ino: int, descriptors: Sequence[int]) -> None:
         """Make it the contents of a file. The descriptors stay the caller's. OSError as Mount.inode_register()."""
-        places = zip(self.pieces, descriptors, strict=False)
+        wanted, places = self.wanted, zip(self.pieces, descriptors, strict=False)
         mount.inode_register(
             ino,
-            self.kind,
-            descriptors[0] if self.kind == "file" else -1,
-            offset=self.offset,
-            size=self.size,
-            writable=self.writable,
-            handle=self.handle,
+            wanted.kind,
+            descriptors[0] if wanted.kind == "file" else -1,
+            offset=wanted.offset,
+            size=wanted.size,
+            writable=wanted.writable,
+            handle=wanted.handle,
             pieces=[SharedPiece(offset, size, fd) for (offset, size), fd in places],
         )
 
@@ -88,7 +79,7 @@ class KeptRegistrations:
     keeper: KeeperLink | None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards all below
     _held: dict[int, list[int]] = field(default_factory=dict)  # descriptors that stay open here, by their number
-    _free: list[int] = field(default_factory=list)  # numbers below the largest, a heap
+    _free: list[int] = field(default_factory=list)  # numbers below the largest
     _users: dict[int, int] = field(default_factory=dict)  # by number
     _counts: Counter[int] = field(default_factory=Counter)  # descriptors, by user
 
@@ -109,18 +100,14 @@ class KeptRegistrations:
                 os.pwrite(copies[0], msgspec.json.encode(memory), 0)
                 for descriptor in descriptors:
                     copies.append(os.dup(descriptor))
-                number = heapq.heappop(self._free) if self._free else len(self._held)
+                number = self._free.pop() if self._free else len(self._held)
                 self._held[number] = copies
                 self._enter(number, uid)
         except OSError as failure:
             close_all(copies)
             log.warning("a registration ends with the daemon: %s", failure.strerror)
             return None
-        try:
-            self.keeper.hold(dict(enumerate(copies, _first_key(number))))
-        except OSError:
-            self.drop(number)
-            raise
+        self.keeper.hold(dict(enumerate(copies, _first_key(number))))
         return number
 
     def _left(self, uid: int) -> int:
@@ -141,7 +128,7 @@ class KeptRegistrations:
         with self._lock:  # only now may another registration have its number
             del self._held[number]
             self._counts[self._users.pop(number, -1)] -= len(copies)
-            heapq.heappush(self._free, number)
+            self._free.append(number)
         close_all(copies)
 
     def restore(self, held: Mapping[int, int]) -> None:
@@ -150,20 +137,19 @@ class KeptRegistrations:
             self._held.setdefault((key - _REGISTRATION_KEYS.start) // _KEYS_OF_ONE, []).append(held[key])
         self._free = [number for number in range(max(self._held, default=0)) if number not in self._held]
 
-    def register_again(self, mount: Mount, number: int | None, ino: int, uid: int) -> None:
-        """Give a user's file the memory that it had. OSError if that is impossible."""
-        if number is None or number not in self._held:
+    def register_again(self, mount: Mount, holder: "Holder") -> None:
+        """Give a file the memory that it had. OSError if that is impossible."""
+        if holder.number is None or holder.number not in self._held:
             raise OSError(errno.ENODATA, "its memory was not kept")
-        self._enter(number, uid)
-        first, *descriptors = self._held[number]
+        self._enter(holder.number, holder.peer.uid)
+        first, *descriptors = self._held[holder.number]
         memory = msgspec.json.decode(os.pread(first, os.fstat(first).st_size, 0), type=RegisteredMemory)
-        memory.register(mount, ino, descriptors)
+        memory.register(mount, holder.ino, descriptors)
 
     def drop_others(self, used: set[int | None]) -> None:
         """Drop what belongs to no registration: the former daemon had not finished it, or was ending it."""
         for number in set(self._held) - used:
-            with contextlib.suppress(OSError):
-                self.drop(number)
+            self.drop(number)
 
 
 def _first_key(number: int) -> int:
@@ -173,120 +159,122 @@ def _first_key(number: int) -> int:
 # ---- connections ----
 
 
-class KeptLease(msgspec.Struct, frozen=True, tag="lease"):
-    """A lease in a record; see Holder. ``private``: its memory was a copy, which the daemon cannot find again.
+@dataclass(eq=False, slots=True)
+class Holder:
+    """One lease or registration, and the program that has it."""
 
-    ``asleep``: it has no memory until it wakes.
-    """
-
-    id: int
-    ino: int
+    peer: ClientProcess
     mode: str
+    id: int = 0  # of the request that began it
+    path: str = ""  # the name at the beginning, as this process sees it
+    ino: int = 0
+    device: int = 0  # of a lease; its index
+    number: int | None = None  # of a registration's memory in KeptRegistrations; None: it ends with the daemon
+    private: bool = False  # its memory is a copy, which no other daemon finds again
+    read_only: bool = False  # the program's descriptor does not allow writing
+    bytes: int = 0
+    placement: int | None = None  # where in the memory its program has the first byte
+    charged: tuple[int, int] = (0, 0)  # the device of a private copy, and the bytes that it takes there
+    since: float = field(default_factory=time.time)
+    scope: RequestScope | None = None  # of a lease, which ends with it
+    revoked: bool = False
+    asleep: bool = False  # it has no memory until it wakes
+    may_move: bool = False  # whether the file may leave its device because the program sleeps
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the entry for ``.gpufs/leases``."""
+        return {
+            "path": self.path,
+            "inode": self.ino,
+            "pid": self.peer.pid,
+            "uid": self.peer.uid,
+            "program": self.peer.program,
+            "mode": self.mode,
+            "private": self.private,
+            "asleep": self.asleep,
+            "bytes": self.bytes,
+            "since": self.since,
+        }
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """What a record has of a Holder."""
+
+    mode: str
+    id: int
     path: str
+    ino: int
+    device: int
+    number: int | None
     private: bool
     read_only: bool
-    device: int
     bytes: int
+    placement: int | None
     since: float
-    asleep: bool = False
-    placement: int | None = None
-
-
-_REQUESTS: Final = {kind.__name__: kind for kind in protocol.kinds(Request)}
-
-
-class KeptRequest(msgspec.Struct, frozen=True, tag="request"):
-    """A request in progress. ``kind``: the name of the message."""
-
-    id: int
-    kind: str
-
-    @property
-    def message(self) -> type[Request]:
-        return _REQUESTS[self.kind]
-
-    @classmethod
-    def of(cls, request: Request) -> "KeptRequest":
-        return cls(request.id, type(request).__name__)
-
-
-class KeptRegistration(msgspec.Struct, frozen=True, tag="registration"):
-    """A registration in a record; see Holder. ``number``: of its memory, in KeptRegistrations, or None."""
-
-    id: int
-    ino: int
-    path: str
-    bytes: int
-    since: float
-    number: int | None
-
-
-Entry = KeptLease | KeptRequest | KeptRegistration
-# The end of an attachment may be asked for while its beginning is in progress, by the same id.
-_Key = tuple[type[Entry], int, str]
-
-
-def _key(entry: Entry) -> _Key:
-    return type(entry), entry.id, entry.kind if isinstance(entry, KeptRequest) else ""
-
-
-def _noted(message: ClientMessage | None) -> KeptRequest | None:
-    """Return the note about a message; None unless it will be answered."""
-    return KeptRequest.of(message) if isinstance(message, Request) and not isinstance(message, Cancel) else None
+    asleep: bool
 
 
 class Record:
-    """The record of one connection. Any thread may call. Nothing is kept without a keeper."""
+    """The leases and registrations of one connection. Any thread may call. Nothing is kept without a keeper.
 
-    def __init__(self, keeper: KeeperLink | None, number: int, sock: socket.socket) -> None:
+    ``held``: the descriptors that the keeper holds, too: the connection, and the memory with the entries.
+    """
+
+    def __init__(self, keeper: KeeperLink | None, number: int, sock: socket.socket, held: tuple[int, ...] = ()) -> None:
         self._keeper = keeper
         self._keys = (_CONNECTION_KEYS.start + 2 * number, _CONNECTION_KEYS.start + 2 * number + 1)
         self._sock = sock
         # One message to the keeper at a time. The event loop never takes this lock: a stopped keeper reads nothing.
         self._sending = threading.Lock()
         self._lock = threading.Lock()  # guards all below
-        self._entries: dict[_Key, Entry] = {}
-        self._slots: dict[_Key, int] = {}
+        self._slots: dict[Holder, int] = {}
         self._free: list[int] = []
-        self._held: tuple[int, ...] = ()  # the descriptors that the keeper holds, too
-
-    def resume(self, held: tuple[int, int], slots: Mapping[int, Entry]) -> None:
-        """Go on with the record of the former daemon. Takes over the descriptors."""
         self._held = held
-        for slot, entry in slots.items():
-            self._entries[_key(entry)] = entry
-            self._slots[_key(entry)] = slot
-        self._free = [slot for slot in range(max(slots, default=0)) if slot not in slots]
 
-    def expect(self) -> None:
-        """Before a message is received: note it, because a daemon that dies cannot answer what it has received."""
-        if self._held:
-            self.begin(next_message(self._sock))
-
-    def begin(self, message: ClientMessage | None) -> None:
-        if (noted := _noted(message)) is not None:
-            self._put(noted)
-
-    def end(self, request: "Request | KeptRequest") -> None:
-        self._remove(_key(request if isinstance(request, KeptRequest) else KeptRequest.of(request)))
-
-    def add(self, entry: KeptLease | KeptRegistration) -> None:
-        """Note a lease or a registration. The first one makes the keeper hold the connection, which may block."""
-        with self._sending:
-            self._put(entry)
-            with self._lock:
-                keeper = self._keeper
-                if keeper is None or self._held:
-                    return
-                record = os.memfd_create("gpufs-client")
+    def read(self, peer: ClientProcess) -> list[Holder]:
+        """Return the entries of the former daemon. There may be thousands, and the mount answers nothing yet."""
+        decode = msgspec.json.Decoder(_Kept).decode
+        size = os.fstat(self._held[1]).st_size
+        with mmap.mmap(self._held[1], size, prot=mmap.PROT_READ) if size else nullcontext(b"") as data:
+            for slot, start in enumerate(range(0, size, _SLOT_BYTES)):
+                end = data.find(b"\0", start, start + _SLOT_BYTES)
                 try:
-                    held = self._held = (os.dup(self._sock.fileno()), record)
-                except OSError:
-                    os.close(record)
-                    raise
-                for key, noted in self._entries.items():
-                    self._write(key, noted)
-            keeper.hold(dict(zip(self._keys, held, strict=True)))
+                    if start < end:
+                        self._slots[Holder(peer, **msgspec.structs.asdict(decode(data[start:end])))] = slot
+                        continue
+                except msgspec.MsgspecError as failure:
+                    log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
+                self._free.append(slot)
+        return list(self._slots)
+
+    def add(self, holder: Holder) -> None:
+        """Note it as it is now. The first one makes the keeper hold the connection, which may block."""
+        kept = msgspec.convert(holder, _Kept, from_attributes=True)
+        path = kept.path.encode(errors="replace").decode()[:_PATH_CHARACTERS]
+        entry = msgspec.json.encode(msgspec.structs.replace(kept, path=path)) + b"\0"
+        with self._sending:
+            if self._keeper is None:
+                return
+            with self._lock:
+                is_first = not self._held
+                if is_first:
+                    with ExitStack() as undo:
+                        undo.callback(os.close, record := os.memfd_create("gpufs-client"))
+                        self._held = (os.dup(self._sock.fileno()), record)
+                        undo.pop_all()
+                if holder not in self._slots:
+                    self._slots[holder] = self._free.pop() if self._free else len(self._slots)
+                os.pwrite(self._held[1], entry, self._slots[holder] * _SLOT_BYTES)
+            if is_first:
+                self._keeper.hold(dict(zip(self._keys, self._held, strict=True)))
+
+    def remove(self, holder: Holder) -> None:
+        """It has ended."""
+        with self._lock:
+            slot = self._slots.pop(holder, None)
+            if slot is not None and self._held:
+                self._free.append(slot)
+                os.pwrite(self._held[1], b"\0", slot * _SLOT_BYTES)
 
     @property
     def held(self) -> bool:
@@ -301,45 +289,7 @@ class Record:
                 keeper, self._keeper = self._keeper, None
             if held and keeper is not None:
                 keeper.drop(self._keys)
-            for descriptor in held:
-                os.close(descriptor)
-
-    def _put(self, entry: Entry) -> None:
-        key = _key(entry)
-        with self._lock:
-            if self._entries.get(key) == entry:
-                return  # expect() has noted it
-            self._entries[key] = entry
-            if self._held:
-                self._write(key, entry)
-
-    def _write(self, key: _Key, entry: Entry) -> None:
-        slot = self._slots.get(key)
-        if slot is None:
-            slot = self._slots[key] = self._free.pop() if self._free else len(self._slots)
-        os.pwrite(self._held[1], msgspec.json.encode(entry) + b"\0", slot * _SLOT_BYTES)
-
-    def remove(self, kind: type[KeptLease | KeptRegistration], number: int) -> None:
-        """The lease or registration has ended."""
-        self._remove((kind, number, ""))
-
-    def _remove(self, key: _Key) -> None:
-        with self._lock:
-            self._entries.pop(key, None)
-            slot = self._slots.pop(key, None)
-            if slot is not None:
-                self._free.append(slot)
-                if self._held:
-                    os.pwrite(self._held[1], b"\0", slot * _SLOT_BYTES)
-
-
-def next_message(sock: socket.socket) -> ClientMessage | None:
-    """The message that is received next; it stays in the queue. None if there is none, or none that is right."""
-    try:
-        data = sock.recv(protocol.MAX_MESSAGE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        return protocol.decode_client(data) if data else None
-    except (OSError, ProtocolError):
-        return None
+            close_all(held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,22 +298,14 @@ class KeptClient:
 
     A private copy, which the client has for itself, has no lease here, nor has one that sleeps. All others keep their
     inodes.
-    ``unanswered``: the requests that it has received and not answered. ``record``: goes on with ``held`` and ``slots``.
     """
 
     number: int
     sock: socket.socket
     peer: ClientProcess
-    leases: list[tuple[KeptLease, Lease | None]]
-    registrations: list[KeptRegistration]
-    unanswered: list[KeptRequest]
-    held: tuple[int, int]
-    slots: dict[int, Entry]
-
-
-def kept_path(path: str) -> str:
-    """The path as a record has it."""
-    return path.encode(errors="replace").decode()[:_PATH_CHARACTERS]
+    leases: list[tuple[Holder, Lease | None]]
+    registrations: list[Holder]
+    record: Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,83 +330,54 @@ def restore(mount: Mount, keeper: KeeperLink | None, held: Mapping[int, int]) ->
     for key in sorted(held):
         if key in _CONNECTION_KEYS and key % 2 == 0 and key + 1 in held:
             number = (key - _CONNECTION_KEYS.start) // 2
-            clients.append(_restore_client(mount, registrations, number, held[key], held[key + 1]))
-    registrations.drop_others({entry.number for client in clients for entry in client.registrations})
+            clients.append(_restore_client(mount, registrations, number, (held[key], held[key + 1])))
+    registrations.drop_others({holder.number for client in clients for holder in client.registrations})
     return Kept(registrations, clients)
 
 
-def _restore_client(
-    mount: Mount, registrations: KeptRegistrations, number: int, socket_fd: int, record: int
-) -> KeptClient:
-    sock = socket.socket(fileno=os.dup(socket_fd))
+def _restore_client(mount: Mount, registrations: KeptRegistrations, number: int, held: tuple[int, int]) -> KeptClient:
+    sock = socket.socket(fileno=os.dup(held[0]))
     peer = process_of(sock)
-    slots = _read_slots(record, peer)
-    first = next_message(sock)
-    queued = _noted(first)  # the next daemon receives it
-    requests = [entry for entry in slots.values() if isinstance(entry, KeptRequest) and entry != queued]
-    unanswered = [entry for entry in requests if entry.kind in _REQUESTS]  # another version may have had others
-    leases: list[tuple[KeptLease, Lease | None]] = []
-    registered = []
-    label = str(peer)
-    for slot, entry in list(slots.items()):
-        if isinstance(entry, KeptRequest):
-            continue
+    record = Record(registrations.keeper, number, sock, held)
+    client = KeptClient(number, sock, peer, [], [], record)
+    for holder in record.read(peer):
         try:
-            if isinstance(entry, KeptLease):
-                leases.append((entry, None if entry.private else _open_again(mount, entry, label)))
+            if holder.mode != REGISTERED:
+                client.leases.append((holder, None if holder.private else _open_again(mount, holder)))
                 continue
         except (OSError, OverflowError) as failure:  # of numbers that cannot be
-            log.error("the lease of %s on %s is lost: %s", label, entry.path, failure)
+            log.error("the lease of %s on %s is lost: %s", peer, holder.path, failure)
         else:
-            if _register_again(mount, registrations, entry, peer):
-                registered.append(entry)
+            if _register_again(mount, registrations, holder):
+                client.registrations.append(holder)
                 continue
-        del slots[slot]
-        os.pwrite(record, b"\0", slot * _SLOT_BYTES)
-    return KeptClient(number, sock, peer, leases, registered, unanswered, (socket_fd, record), slots)
+        record.remove(holder)
+    return client
 
 
-def _read_slots(record: int, peer: ClientProcess) -> dict[int, Entry]:
-    """Return what a record has. There may be thousands of entries, and the mount answers nothing yet."""
-    slots: dict[int, Entry] = {}
-    decode = msgspec.json.Decoder(Entry).decode
-    size = os.fstat(record).st_size
-    with mmap.mmap(record, size, prot=mmap.PROT_READ) if size else contextlib.nullcontext(b"") as data:
-        for slot, start in enumerate(range(0, size, _SLOT_BYTES)):
-            if not data[start]:
-                continue
-            try:
-                slots[slot] = decode(data[start : data.find(b"\0", start, start + _SLOT_BYTES)])
-            except msgspec.MsgspecError as failure:
-                log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
-    return slots
-
-
-def _open_again(mount: Mount, lease: KeptLease, label: str) -> Lease | None:
+def _open_again(mount: Mount, holder: Holder) -> Lease | None:
     """Keep the inode of a lease, and open the lease again. None for one that sleeps."""
-    mount.inode_hold(lease.ino)
+    mount.inode_hold(holder.ino)
     try:
         # What the file has grown by is not the client's: it may be a hole, without memory.
-        writable = lease.mode == READ_WRITE
-        return None if lease.asleep else mount.lease_again(lease.ino, lease.bytes, writable=writable, label=label)
+        writable, label = holder.mode == READ_WRITE, str(holder.peer)
+        return None if holder.asleep else mount.lease_again(holder.ino, holder.bytes, writable=writable, label=label)
     except BaseException:
-        mount.inode_release(lease.ino)
+        mount.inode_release(holder.ino)
         raise
 
 
-def _register_again(
-    mount: Mount, registrations: KeptRegistrations, entry: KeptRegistration, peer: ClientProcess
-) -> bool:
+def _register_again(mount: Mount, registrations: KeptRegistrations, holder: Holder) -> bool:
     """Return whether the file shows the memory again. If the memory is lost, the file is removed."""
     try:
-        mount.inode_hold(entry.ino)
+        mount.inode_hold(holder.ino)
     except OSError:
         return False  # the file had no name, and no program had it open
     try:
-        registrations.register_again(mount, entry.number, entry.ino, peer.uid)
+        registrations.register_again(mount, holder)
     except (OSError, OverflowError, msgspec.MsgspecError) as failure:
-        log.error("the file %s, which %s registered, is gone: %s", entry.path, peer, failure)
-        mount.remove_names(entry.ino)
-        mount.inode_release(entry.ino)
+        log.error("the file %s, which %s registered, is gone: %s", holder.path, holder.peer, failure)
+        mount.remove_names(holder.ino)
+        mount.inode_release(holder.ino)
         return False
     return True

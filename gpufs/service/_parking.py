@@ -14,8 +14,9 @@ import trio
 from gpufs import protocol
 from gpufs.protocol import Asked, Declined, Park
 from gpufs.service._channel import ClientChannel, ClientProcess
+from gpufs.service._kept import Holder
 from gpufs.service._scope import RequestScope
-from gpufs.service._served_mount import Holder, ServedMount
+from gpufs.service._served_mount import ServedMount
 
 _PAUSE: Final = 0.02  # between two looks whether programs sleep by now
 _NAMED: Final = 5  # programs in a message

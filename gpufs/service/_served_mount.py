@@ -4,10 +4,9 @@ import contextlib
 import functools
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from errno import EBUSY, EINVAL, EISDIR, EMFILE, ENODATA, ENOENT, ENOSPC, ESTALE, EXDEV
 from typing import Any, Final, TypeVar
 
@@ -15,9 +14,7 @@ from gpufs.engine import Buffer, KeeperLink, Lease, Mount, SharedPiece
 from gpufs.modes import COPY_ON_WRITE
 from gpufs.protocol import Move, Register, receive_pieces
 from gpufs.service import _checks
-from gpufs.service._channel import ClientProcess
-from gpufs.service._kept import KeptRegistrations, RegisteredMemory
-from gpufs.service._scope import RequestScope
+from gpufs.service._kept import REGISTERED, Holder, KeptRegistrations, RegisteredMemory
 from gpufs.service._user import Limits
 from gpufs.syscalls import trusted
 from gpufs.units import bytes_text
@@ -26,43 +23,7 @@ T = TypeVar("T")
 
 # A write through the mount waits as long for the memory of files that have just been removed.
 SPACE_SECONDS: Final = 3.0
-REGISTERED: Final = "registered"  # the mode of a registration
 _NAMED: Final = 3  # files in a message
-
-
-@dataclass(eq=False, slots=True)
-class Holder:
-    """One lease or registration, and the program that has it."""
-
-    peer: ClientProcess
-    mode: str
-    path: str = ""  # the name at the beginning, as this process sees it
-    ino: int = 0
-    private: bool = False
-    read_only: bool = False  # the program's descriptor does not allow writing
-    bytes: int = 0
-    placement: int | None = None  # where in the memory its program has the first byte
-    charged: tuple[int, int] = (0, 0)  # the device of a private copy, and the bytes that it takes there
-    since: float = field(default_factory=time.time)
-    scope: RequestScope | None = None  # of a lease, which ends with it
-    revoked: bool = False
-    asleep: bool = False
-    may_move: bool = False  # whether the file may leave its device because the program sleeps
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the entry for ``.gpufs/leases``."""
-        return {
-            "path": self.path,
-            "inode": self.ino,
-            "pid": self.peer.pid,
-            "uid": self.peer.uid,
-            "program": self.peer.program,
-            "mode": self.mode,
-            "private": self.private,
-            "asleep": self.asleep,
-            "bytes": self.bytes,
-            "since": self.since,
-        }
 
 
 def check_size(size: int, had: int) -> None:
@@ -385,6 +346,6 @@ class ServedMount:
         for piece in pieces:
             _checks.check_shareable(piece.fd)
         descriptors = [memory] if wanted.kind == "file" else [piece.fd for piece in pieces]
-        kept = RegisteredMemory.of(wanted, pieces)
+        kept = RegisteredMemory(wanted, [(piece.offset, piece.bytes) for piece in pieces])
         kept.register(self.mount, ino, descriptors)
         return self.registrations.hold(kept, descriptors, holder.peer.uid)

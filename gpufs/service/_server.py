@@ -65,14 +65,15 @@ class Service:
     async def _accept(self, listener: socket.socket, kept: list[KeptClient], nursery: trio.Nursery) -> None:
         """Serve the clients of the former daemon, and those that connect."""
         number = max((client.number for client in kept), default=0)
-        while kept:
-            adopted = kept.pop()
-            peer = adopted.peer
-            user = self._users.of(peer.uid)
-            client = ClientConnection(adopted.sock, peer, adopted.number, self._served, user, self._parking)
-            client.adopt(adopted)
+
+        def serve(*connection: Any) -> None:
+            client = ClientConnection(self._served, self._users, self._parking, *connection)
             self._clients.add(client)
             nursery.start_soon(self._serve_client, client)
+
+        while kept:
+            adopted = kept.pop()
+            serve(adopted.sock, adopted.peer, adopted.number, adopted)
             await trio.lowlevel.checkpoint()  # the client may have thousands of leases
         while True:
             try:
@@ -92,10 +93,7 @@ class Service:
             if self._over_limit(peer.uid):
                 _reject(sock)
             else:
-                user = self._users.of(peer.uid)
-                client = ClientConnection(sock, peer, number, self._served, user, self._parking)
-                self._clients.add(client)
-                nursery.start_soon(self._serve_client, client)
+                serve(sock, peer, number)
             await trio.lowlevel.checkpoint()
 
     def _over_limit(self, uid: int) -> bool:

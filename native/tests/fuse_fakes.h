@@ -314,6 +314,7 @@ class DevicesTest : public ::testing::Test {
   Door frees{/*open=*/true};   // of a buffer's memory
   std::shared_ptr<testing::FaultPlan> plan = std::make_shared<testing::FaultPlan>();
   std::vector<std::shared_ptr<DeviceContext>> contexts;
+  Responder nobody;  // for calls without a request
 };
 
 // A mount between a fake kernel and a fake control plane.
@@ -364,7 +365,7 @@ class MountTest : public DevicesTest {
   }
   void unlink_file(std::uint64_t ino) { EXPECT_TRUE(table->set_links(table->find(ino), 0).ok()); }
   std::uint64_t open_file(std::uint64_t ino, int flags = O_RDWR) {
-    return testing::must(table->open(table->find(ino), flags));
+    return testing::must(table->open(table->find(ino), flags, nobody));
   }
   bool ended(std::chrono::milliseconds timeout) { return readable(mount->ended_fd(), timeout); }
   observe::EngineCounters& counted() { return contexts[0]->counters().region().counters(); }

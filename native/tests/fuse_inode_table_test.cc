@@ -30,7 +30,7 @@ TEST_F(InodeTableTest, OrphansAreCountedUntilTheyAreFreed) {
   EXPECT_EQ(contexts[0]->releases().expected_bytes(), 3 * kGranule);
   EXPECT_EQ(contexts[1]->releases().expected_bytes(), 0U);
   EXPECT_EQ(table.counts().orphan_bytes, 3 * kGranule);
-  const std::uint64_t fh = table.open(table.find(2), O_RDONLY).take();  // through /proc/self/fd
+  const std::uint64_t fh = table.open(table.find(2), O_RDONLY, nobody).take();  // through /proc/self/fd
   EXPECT_EQ(contexts[0]->releases().expected_bytes(), 0U);
   ASSERT_TRUE(table.release(fh).ok());
   EXPECT_EQ(contexts[0]->releases().expected_bytes(), 3 * kGranule);
@@ -95,7 +95,7 @@ TEST_F(InodeTableTest, ManyThreads) {
         static_cast<void>(table.add({.attributes = file_attributes(ino)}));
         const std::shared_ptr<Inode> inode = table.find(ino);
         if (!inode) continue;
-        const Result<std::uint64_t> fh = table.open(inode, O_RDWR);
+        const Result<std::uint64_t> fh = table.open(inode, O_RDWR, nobody);
         if (fh.ok()) {
           const std::shared_ptr<OpenFile> file = table.file(fh.value());
           EXPECT_TRUE(file->inode->buffer()->write(std::uint64_t{100} * t, pattern(100, t)).ok());

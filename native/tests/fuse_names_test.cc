@@ -273,7 +273,7 @@ TEST_F(SentAgainTest, ManyFilesAreRestoredByThreads) {
   const std::shared_ptr<Inode> root = table->find(gpu);
   for (std::size_t i = 0; i < kFiles; ++i) {
     const NewInode wanted{.mode = S_IFREG | 0600, .uid = static_cast<std::uint32_t>(i % 7)};
-    ASSERT_TRUE(mount->names().create(*root, std::to_string(i), wanted).ok());
+    ASSERT_TRUE(mount->names().create(*root, std::to_string(i), wanted, nobody).ok());
   }
   const auto before = table->counts();
   options.journal = journal::Journal::restore(UniqueFd(::fcntl(mount->journal()->fd(), F_DUPFD_CLOEXEC, 3))).take();
@@ -402,7 +402,7 @@ TEST_F(NamesTest, ListingsInParts) {
 TEST_F(NamesTest, ManyThreads) {
   Namespace& names = mount->names();
   const std::shared_ptr<Inode> root = table->find(gpu);
-  const std::shared_ptr<Inode> inner = names.create(*root, "inner", {.mode = S_IFDIR | 0755}).take();
+  const std::shared_ptr<Inode> inner = names.create(*root, "inner", {.mode = S_IFDIR | 0755}, nobody).take();
   std::vector<std::thread> threads;
   for (unsigned t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
@@ -410,16 +410,16 @@ TEST_F(NamesTest, ManyThreads) {
         const std::string name(1, static_cast<char>('a' + (i * 7 + t) % 5));
         Inode& from = i % 2 == 0 ? *root : *inner;
         Inode& to = i % 3 == 0 ? *root : *inner;
-        const auto made = names.create(from, name, {.mode = S_IFREG | 0644});
+        const auto made = names.create(from, name, {.mode = S_IFREG | 0644}, nobody);
         if (const auto found = names.look_up(root, name); found && found->hold()) {
           static_cast<void>(names.path_of(*found));
-          static_cast<void>(names.link(found, to, "link"));
+          static_cast<void>(names.link(found, to, "link", nobody));
           table->forget(found->ino(), 1);
         }
-        static_cast<void>(names.rename(from, name, to, "moved", i % 5 == 0 ? RENAME_EXCHANGE : 0, 0, 0));
+        static_cast<void>(names.rename(from, name, to, "moved", i % 5 == 0 ? RENAME_EXCHANGE : 0, 0, 0, nobody));
         names.list(*root, 0, UINT64_MAX,
                    [](std::uint64_t, const std::string&, Inode& inode) { return inode.attributes().nlink > 0; });
-        static_cast<void>(names.remove(to, i % 4 == 0 ? "link" : name, /*removes_directory=*/false));
+        static_cast<void>(names.remove(to, i % 4 == 0 ? "link" : name, /*removes_directory=*/false, nobody));
         if (made.ok()) table->forget(made.value()->ino(), 1);
       }
     });
@@ -427,7 +427,7 @@ TEST_F(NamesTest, ManyThreads) {
   for (std::thread& thread : threads) thread.join();
   for (Inode* const directory : {root.get(), inner.get()}) {
     for (const char* const name : {"a", "b", "c", "d", "e", "link", "moved"}) {
-      static_cast<void>(names.remove(*directory, name, /*removes_directory=*/false));
+      static_cast<void>(names.remove(*directory, name, /*removes_directory=*/false, nobody));
     }
   }
   EXPECT_EQ(table->counts().inodes, 3U);

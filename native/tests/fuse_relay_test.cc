@@ -395,7 +395,7 @@ TEST_F(RelayTest, ConfusedMessages) {
   stop = true;
   answers.join();
   // The file is served as before; the handle may have been closed by a RELEASE among them.
-  const auto again = testing::must(table->open(table->find(2), O_RDWR));
+  const auto again = testing::must(table->open(table->find(2), O_RDWR, nobody));
   EXPECT_EQ(kernel->read(2, again, 0, 0).error(), 0);
 }
 

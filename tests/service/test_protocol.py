@@ -59,10 +59,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
         {"id": 1, "mode": "c", "placement": 255},
         {"id": ID, "mode": ("w", None, 1), "placement": (*PLACEMENT, True)},
     ),
-    "refresh": ({"id": 1, "start": (1 << 63) - 1}, {"id": ID, "start": OFFSET}),
-    "detach": ({"id": 1}, {"id": ID}),
-    "sleep": ({"id": 1}, {"id": ID}),
-    "wake": ({"id": 1}, {"id": ID}),
+    "refresh": ({"id": 2, "lease": 1, "start": (1 << 63) - 1}, {"id": ID, "lease": ID, "start": OFFSET}),
+    "detach": ({"id": 2, "lease": 1}, {"id": ID, "lease": ID}),
+    "sleep": ({"id": 2, "lease": 1}, {"id": ID, "lease": ID}),
+    "wake": ({"id": 2, "lease": 1}, {"id": ID, "lease": ID}),
     "check": ({"id": 1, "leases": [(1 << 32) - 1] * 1500, "what": "sleep"}, {"id": ID, "leases": LEASES, "what": MOVE}),
     "park": (
         {"id": 1, "inodes": [(1 << 64) - 1] * 1500, "wait": 3600},
@@ -93,7 +93,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "handle": (b"x", b"x" * 63, b"x" * 65, "x" * 64, None),
         },
     ),
-    "unregister": ({"id": 1}, {"id": ID}),
+    "unregister": ({"id": 2, "registration": 1}, {"id": ID, "registration": ID}),
     "set_quota": (
         {"id": 1, "uid": None, "limit": -2},
         {"id": ID, "uid": (-1, (1 << 32) - 1, True, "0"), "limit": (-3, 1 << 63, None, 1.0)},
@@ -160,6 +160,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     ),
     "done": ({"id": 1, "error": 0, "message": ""}, {"id": ID, "error": (*NUMBER, 4096), "message": TEXT}),
     "goodbye": ({"error": 0, "message": ""}, {"error": (*NUMBER, 4096), "message": TEXT}),
+    "replaced": ({}, {}),
 }
 CLIENT = {kind.__struct_config__.tag for kind in protocol.kinds(protocol.ClientMessage)}
 

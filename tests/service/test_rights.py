@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import re
@@ -107,16 +108,16 @@ def test_numbers_mean_what_the_same_connection_has(place: Survivor, file: Path) 
     with client(place) as owner, client(place) as other, opened(file) as fd:
         attached(owner, 1, fd)
         for message in (
-            protocol.Refresh(1, 0),
-            protocol.Sleep(1),
-            protocol.Wake(1),
+            protocol.Refresh(9, 1, 0),
+            protocol.Sleep(9, 1),
+            protocol.Wake(9, 1),
             protocol.Check(1, [1], "sleep"),
             protocol.Check(1, [1], "wake"),
         ):
             assert error_of(other, message) == EBADF, message
-        assert error_of(other, protocol.Unregister(1))
-        assert error_of(other, protocol.Detach(1)) == 0
-        assert error_of(owner, protocol.Refresh(1, 0)) == 0
+        assert error_of(other, protocol.Unregister(9, 1))
+        assert error_of(other, protocol.Detach(9, 1)) == 0
+        assert error_of(owner, protocol.Refresh(9, 1, 0)) == 0
         other.send(protocol.encode(protocol.Declined(1, "not asked")))
         assert error_of(other, protocol.Listen(2)) == 0
 
@@ -128,11 +129,11 @@ def sleep_of(place: Survivor, path: Path, flags: int, uid: int) -> bool:
         with client(place) as made, opened(path, flags) as fd:
             attached(made, 1, fd)
             assert error_of(made, protocol.Check(9, [1], "sleep")) == 0
-            assert error_of(made, protocol.Sleep(1)) == 0
+            assert error_of(made, protocol.Sleep(9, 1)) == 0
             was_parked = parked(path)
-            assert error_of(made, protocol.Wake(1)) == 0
-            assert error_of(made, protocol.Sleep(1)) == 0
-            assert error_of(made, protocol.Detach(1)) == 0
+            assert error_of(made, protocol.Wake(9, 1)) == 0
+            assert error_of(made, protocol.Sleep(9, 1)) == 0
+            assert error_of(made, protocol.Detach(9, 1)) == 0
             return was_parked
 
     found: bool = in_child(attack, uid=uid, gid=uid)
@@ -157,7 +158,7 @@ def test_a_reader_that_sleeps_does_not_move_the_file_of_another_user(place: Surv
 
     with client(place) as owner, opened(file, os.O_RDWR) as fd:
         attached(owner, 1, fd)
-        assert error_of(owner, protocol.Sleep(1)) == 0
+        assert error_of(owner, protocol.Sleep(9, 1)) == 0
         assert parked(file)
         as_nobody(sleep_beside_a_reader)
 
@@ -169,18 +170,19 @@ def test_a_private_copy_is_refused_what_it_cannot_do_and_costs_no_other_lease(pl
     with client(place) as made, opened(small, os.O_RDONLY) as copied, opened(file, os.O_RDWR) as shared:
         assert attached(made, 1, copied)["private"]
         attached(made, 2, shared, "r+")
+        numbers = itertools.count(3)
         for _ in range(2):
             for message in (
-                protocol.Wake(1),
-                protocol.Sleep(1),
-                protocol.Refresh(1, 0),
-                protocol.Check(9, [2, 1], "wake"),
-                protocol.Check(9, [2, 1], "sleep"),
+                protocol.Wake(next(numbers), 1),
+                protocol.Sleep(next(numbers), 1),
+                protocol.Refresh(next(numbers), 1, 0),
+                protocol.Check(next(numbers), [2, 1], "wake"),
+                protocol.Check(next(numbers), [2, 1], "sleep"),
             ):
                 assert error_of(made, message) == EOPNOTSUPP, message
-            assert error_of(made, protocol.Refresh(2, 0)) == 0
+            assert error_of(made, protocol.Refresh(next(numbers), 2, 0)) == 0
             place.kill()
-        assert error_of(made, protocol.Detach(1)) == 0
+        assert error_of(made, protocol.Detach(next(numbers), 1)) == 0
     small.unlink()
 
 
@@ -237,7 +239,7 @@ def test_a_full_host_memory_refuses_a_reader_nothing(place: Survivor, file: Path
         assert not sleep_of(place, file, os.O_RDONLY, NOBODY)
         with client(place) as made, opened(file, os.O_RDWR) as fd:
             attached(made, 1, fd)
-            for message in (protocol.Check(9, [1], "sleep"), protocol.Sleep(1)):
+            for message in (protocol.Check(9, [1], "sleep"), protocol.Sleep(9, 1)):
                 assert error_of(made, message) == ENOSPC
             assert errno_of(os.ftruncate, fd, 0) == EBUSY  # the lease is as it was
     finally:

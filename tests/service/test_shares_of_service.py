@@ -165,7 +165,7 @@ def test_requests_without_a_pause(own: Mounter) -> None:
         with connected(mounted) as client:
             while True:
                 client.ask(protocol.Attach(1, "r+"), [fd])
-                client.ask(protocol.Detach(1))
+                client.ask(protocol.Detach(9, 1))
 
     def read_control_files() -> None:
         while True:

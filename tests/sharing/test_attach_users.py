@@ -222,7 +222,7 @@ def test_files_of_other_kinds_and_places_are_refused(
 
 @pytest.mark.parametrize(
     ("message", "count"),
-    [*((Attach(1, "r"), count) for count in (0, 2, 100)), (Refresh(1, 0), 1), (Detach(1), 1)],
+    [*((Attach(1, "r"), count) for count in (0, 2, 100)), (Refresh(9, 1, 0), 1), (Detach(9, 1), 1)],
     ids=repr,
 )
 def test_messages_with_other_descriptors_end_the_connection(shared_mount: GpufsMount, message: Any, count: int) -> None:
@@ -240,9 +240,9 @@ def test_requests_for_what_is_not_attached_give_nothing(folder: Path, shared_mou
     with gpufs.attach(path), Attacker(socket_path(shared_mount.path)) as client, descriptor(path, os.O_RDWR) as fd:
         client.greet()
         for number in (1, 2, 1 << 31):
-            answer, received = client.ask(Refresh(number, 0))
+            answer, received = client.ask(Refresh(number, number, 0))
             assert (answer["error"], received) == (EBADF, [])
-            assert client.ask(Detach(number))[0] == {"type": "done", "id": number, "error": 0, "message": ""}
+            assert client.ask(Detach(number, number))[0] == {"type": "done", "id": number, "error": 0, "message": ""}
         _, received = client.ask(Attach(7, "r+"), [fd])
         assert len(received) == 1
         for one in received:
@@ -333,8 +333,8 @@ def test_the_owner_of_a_file_ends_its_leases(folder: Path) -> None:
             assert revoke(OTHER) == ""
             path.write_bytes(bytes(SIZE))
             assert mapping[:] == before  # the reader keeps the memory that the file had
-            assert reader.ask(Refresh(1, 0))[0]["error"] == ESTALE
-            assert reader.ask(Detach(1))[0]["error"] == 0
+            assert reader.ask(Refresh(9, 1, 0))[0]["error"] == ESTALE
+            assert reader.ask(Detach(9, 1))[0]["error"] == 0
         answer, received = reader.ask(Attach(1, "r"), [file.fileno()])
         assert answer["error"] == 0
         os.close(*received)

@@ -171,7 +171,7 @@ def test_who_may_only_read_moves_a_file_once(file: Path, shared_mount: GpufsMoun
             answer, received = client.ask(protocol.Attach(number, "r", wanted), [fd])
             close_all([fd, *received])
             found.append((answer["private"], answer["placement"]))
-            client.ask(protocol.Detach(number))
+            client.ask(protocol.Detach(number, number))
     reader = (driver != "host", 8)
     second = (True, 16) if reader[0] else (False, 8)  # a private copy is the reader's own
     assert found == [reader, second, (False, 24)]

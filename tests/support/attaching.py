@@ -187,6 +187,8 @@ class Attacker:
         """The answer to a message, and the descriptors that came with all of it."""
         self.send(protocol.encode(message), descriptors)
         answer, received = self.receive()
+        while answer is not None and answer["type"] == "replaced":
+            answer, received = self.receive()
         left = answer["pieces"] if answer is not None and answer["type"] == "attached" else 0
         while left:
             _, more = self.receive()

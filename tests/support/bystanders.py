@@ -264,7 +264,7 @@ def _longest(mount: Path, folder: Path, end: socket.socket) -> Medians:
                 assert not answer["error"], answer
                 for one in received:
                     os.close(one)
-                assert not client.ask(protocol.Detach(1))[0]["error"]
+                assert not client.ask(protocol.Detach(9, 1))[0]["error"]
             with measured("statfs"):
                 os.statvfs(folder)
             with measured("close and remove"):

@@ -147,6 +147,8 @@ class Fuzzer:
         inodes = chooser.choices((*self.inodes, 1, 2, 1 << 40), k=chooser.choice((1, 2, 5, protocol.MAX_FILES)))
         values: dict[str, tuple[Any, ...]] = {
             "id": (number,),
+            "lease": (number,),
+            "registration": (number,),
             "question": (number,),
             "leases": ([number], [1, 2, 3], list(range(1, protocol.MAX_FILES + 1))),
             "inodes": (inodes,),

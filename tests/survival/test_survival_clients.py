@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.attaching import Attacker
 from support.cli import gpufs
+from support.copying import socket_path
 from support.data import MIB
 from support.mounting import GPUFS
 from support.processes import PATIENCE, errno_of, wait_until
 from support.surviving import Survivor, mounted
 
-from gpufs import attach, status
+from gpufs import attach, protocol, status
 
 # Attaches the file for writing; each line of its input is Python that it runs, and it prints the result.
 _PROGRAM = """
@@ -191,6 +193,23 @@ def test_requests_at_random_moments(mount: Path, file: Path) -> None:
             kill(mount)
             assert program.line() == "done"
         assert len(leases(mount)) == 1
+
+
+def test_each_request_is_answered_once(mount: Path, file: Path) -> None:
+    """The next daemon gets a request twice that was in the socket's queue: the client cannot know that it was."""
+    with Attacker(socket_path(mount)) as client, open(file, "r+b") as opened:
+        assert client.greet()
+        client.ask(protocol.Attach(2, "r+"), [opened.fileno()])
+        former = int(status(mount).pid or 0)
+        os.kill(former, signal.SIGKILL)
+        wait_until(lambda: not os.path.exists(f"/proc/{former}/fdinfo/0"), PATIENCE, "the daemon's end")
+        client.send(protocol.encode(protocol.Check(5, [2], "wake")))
+        assert client.receive()[0]["type"] == "replaced"
+        for number in (4, 5, 6):
+            client.send(protocol.encode(protocol.Check(number, [2], "wake")))
+        assert [client.receive()[0] for _ in range(3)] == [
+            {"type": "done", "id": number, "error": 0, "message": ""} for number in (5, 4, 6)
+        ]
 
 
 def test_death_while_a_client_asks_for_the_socket(mount: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,7 @@ def test_removed_files_in_use_count_for_the_next_daemon(make: Make) -> None:
             assert used() == full
             assert as_nobody(lambda: errno_of((mount.device / "nobodys/more").write_bytes, bytes(MIB))) == errno.EDQUOT
             assert errno_of((folder / "more").write_bytes, bytes(MIB)) == errno.EDQUOT
-        assert not client.ask(protocol.Refresh(1, 0))[0]["error"]
+        assert not client.ask(protocol.Refresh(9, 1, 0))[0]["error"]
     for path in (folder / "more", mount.device / "nobodys/more"):
         path.unlink()
     wait_until(lambda: [size for _, size in used()] == [0, 0], PATIENCE, "the memory to be free")

@@ -112,7 +112,7 @@ void AttributeOperations::setattr(const Target& inode, Request& request, Respond
   if (size && !inode->buffer()) return responder.error(inode->is_directory() ? EISDIR : EINVAL);
   const uid_t user = request.header.uid;
   const auto apply = [this, inode, wanted, user](Responder& reply, Wait wait) {
-    const Status status = table_.set(*inode, wanted, wait);
+    const Status status = table_.set(*inode, wanted, wait, reply);
     if (status.error() == EAGAIN) return false;
     if (status.error() == EBUSY) {
       log_user_warning(user, "truncating inode ", inode->ino(), " failed: ", status.message());
@@ -218,10 +218,10 @@ void AttributeOperations::getxattr(const Target& inode, Request& request, Respon
 }
 
 template <typename Change>
-int AttributeOperations::change_attribute(Inode& inode, std::size_t most, Change change) {
+int AttributeOperations::change_attribute(Inode& inode, std::size_t most, Responder& request, Change change) {
   const Records::Change together(table_.records());
   const int error = table_.change_metadata(inode, 0, most, change);
-  if (error == 0) table_.records().done({});
+  if (error == 0) table_.records().done(request, {});
   return error;
 }
 
@@ -237,7 +237,7 @@ void AttributeOperations::setxattr(const Target& inode, Request& request, Respon
   if (inode->is_fixed() || name.starts_with(kVirtualAttributes)) return responder.error(EPERM);
   if (const int error = name_error(name); error != 0) return responder.error(error);
   if (is_acl(name)) {
-    return responder.answer(set_acl(*inode, name, value, (in.setxattr_flags & kSetxattrAclKillSgid) != 0));
+    return responder.answer(set_acl(*inode, name, value, (in.setxattr_flags & kSetxattrAclKillSgid) != 0, responder));
   }
   const std::size_t most = name.size() + 1 + value.size() + ExtendedAttributes::kOverhead;
   const auto change = [&](Inode::State& state) {
@@ -245,17 +245,17 @@ void AttributeOperations::setxattr(const Target& inode, Request& request, Respon
     if (status.ok()) touch_ctime(state);
     return status.error();
   };
-  responder.answer(change_attribute(*inode, most, change));
+  responder.answer(change_attribute(*inode, most, responder, change));
 }
 
 int AttributeOperations::set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value,
-                                 bool kill_set_gid) {
+                                 bool kill_set_gid, Responder& request) {
   const ExtendedAttributes::Value list(value.begin(), value.end());
   if (!acl_is_valid(list)) return EINVAL;
   const bool access = name == kAccessAcl;
   if (!access && !inode.is_directory()) return EACCES;
   const std::size_t most = name.size() + 1 + list.size() + ExtendedAttributes::kOverhead;
-  return change_attribute(inode, most, [&](Inode::State& state) {
+  return change_attribute(inode, most, request, [&](Inode::State& state) {
     if (access && acl_is_minimal(list)) {
       if (state.extended) state.extended->remove(name);
     } else if (const Status status = extended_of(state).set(name, list, 0); !status.ok()) {
@@ -302,7 +302,7 @@ void AttributeOperations::removexattr(const Target& inode, Request& request, Res
     touch_ctime(state);
     return 0;
   };
-  responder.answer(change_attribute(*inode, 0, change));
+  responder.answer(change_attribute(*inode, 0, responder, change));
 }
 
 }  // namespace gpufs::fuse

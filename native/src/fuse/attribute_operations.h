@@ -38,8 +38,9 @@ class AttributeOperations {
   [[nodiscard]] int name_error(std::string_view name) const;
   // An extended attribute, as InodeTable::change_metadata().
   template <typename Change>
-  int change_attribute(Inode& inode, std::size_t most, Change change);
-  int set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value, bool kill_set_gid);
+  int change_attribute(Inode& inode, std::size_t most, Responder& request, Change change);
+  int set_acl(Inode& inode, std::string_view name, std::span<const std::byte> value, bool kill_set_gid,
+              Responder& request);
   // A device below the inode to which much memory of files removed before a time will come back soon.
   [[nodiscard]] std::optional<std::int32_t> device_expecting_memory(const Inode& inode,
                                                                     Releases::TimePoint before) const;

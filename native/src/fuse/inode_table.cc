@@ -236,7 +236,7 @@ std::shared_ptr<Inode> InodeTable::find(std::uint64_t ino) const {
   return found == inodes_.end() ? nullptr : found->second;
 }
 
-Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait) {
+Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait, Responder& request) {
   // The size comes first, because it can fail, and without our mutex: the buffer takes that itself if contents move.
   if (changes.size) {
     TRY(inode.buffer()->resize(*changes.size, wait));
@@ -262,7 +262,7 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait)
   if (changes.mtime) set_mtime(ours, *changes.mtime);
   if (changes.size) ++writer->record.changes;
   set_ctime(ours, Timestamp::now());
-  records_.done({});
+  records_.done(request, {});
   return {};
 }
 
@@ -477,7 +477,7 @@ Status InodeTable::replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buf
   return {};
 }
 
-Result<std::uint64_t> InodeTable::open(const std::shared_ptr<Inode>& inode, int flags) {
+Result<std::uint64_t> InodeTable::open(const std::shared_ptr<Inode>& inode, int flags, Responder& request) {
   if (!inode->buffer_) {
     return Status(inode->is_directory() ? EISDIR : EINVAL, "inode " + std::to_string(inode->ino_) + " has no buffer");
   }
@@ -492,7 +492,7 @@ Result<std::uint64_t> InodeTable::open(const std::shared_ptr<Inode>& inode, int 
     constexpr int kCreation = O_CREAT | O_EXCL;
     if (writer->record.writers_ever++ == 0) writer->record.created_open = (flags & kCreation) == kCreation ? 1 : 0;
   }
-  records_.done({inode->ino_, fh});
+  records_.done(request, {inode->ino_, fh});
   static_cast<void>(update_expected(*inode, *writer));  // in use now
   return fh;
 }

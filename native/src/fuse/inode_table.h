@@ -103,7 +103,7 @@ class InodeTable {
   // The options: for all inodes, and whether directories are exempt.
   void set_access_times(AccessTimes policy, bool not_directories);
   // All or nothing. The change time becomes now, and an access control list follows the mode.
-  Status set(Inode& inode, const AttributeChanges& changes, Wait wait);
+  Status set(Inode& inode, const AttributeChanges& changes, Wait wait, Responder& request);
   // The change time becomes now. ENOSPC: a new name exceeds the limit for metadata.
   Status set_links(std::shared_ptr<Inode> inode, std::uint32_t links);
 
@@ -145,7 +145,7 @@ class InodeTable {
   Status replace_buffer(std::uint64_t ino, std::shared_ptr<Buffer> buffer, bool again);
 
   // EISDIR and EINVAL without a buffer. flags: as open(2), without effect on the contents.
-  Result<std::uint64_t> open(const std::shared_ptr<Inode>& inode, int flags);
+  Result<std::uint64_t> open(const std::shared_ptr<Inode>& inode, int flags, Responder& request);
   // EBADF if unknown. Requests under way keep the file until they end. After the last writer the executor trims the
   // buffer's preallocated memory.
   Status release(std::uint64_t fh);

@@ -29,8 +29,8 @@ Result<CopyRequest> read_copy_request(const Request& request) {
 }
 
 LongRequests::LongRequests(const std::vector<std::shared_ptr<DeviceContext>>& devices, Executor& executor,
-                           Records& records, observe::EngineCounters& counters, std::chrono::milliseconds timeout)
-    : devices_(devices), executor_(executor), records_(records), counters_(counters), timeout_(timeout) {
+                           observe::EngineCounters& counters, std::chrono::milliseconds timeout)
+    : devices_(devices), executor_(executor), counters_(counters), timeout_(timeout) {
   for (const std::shared_ptr<DeviceContext>& device : devices_) {
     listeners_.push_back(
         device->releases().on_release([&executor, index = device->info().index] { executor.resume(index); }));

@@ -17,7 +17,6 @@
 #include "device/device_context.h"
 #include "fuse/executor.h"
 #include "fuse/inode_table.h"
-#include "fuse/records.h"
 #include "fuse/request.h"
 #include "memory/account.h"
 #include "observe/counters.h"
@@ -47,7 +46,7 @@ class LongRequests {
 
   // devices: those of the mount, which outlive this. timeout: how long a request that finds the device full waits for
   // memory of removed files to come back.
-  LongRequests(const std::vector<std::shared_ptr<DeviceContext>>& devices, Executor& executor, Records& records,
+  LongRequests(const std::vector<std::shared_ptr<DeviceContext>>& devices, Executor& executor,
                observe::EngineCounters& counters, std::chrono::milliseconds timeout);
 
   [[nodiscard]] Executor& executor() const { return executor_; }
@@ -62,9 +61,8 @@ class LongRequests {
     const bool to_the_end = opcode == FUSE_READ || opcode == FUSE_WRITE || opcode == FUSE_SETATTR;
     const std::uint32_t client = to_the_end ? responder.client() : 0;
     executor_.submit(lane, subject, {unique, client, responder.user()},
-                     [this, unique, reply = std::move(responder), body = std::move(body)](
+                     [reply = std::move(responder), body = std::move(body)](
                          int refusal, Cancellation& cancellation) mutable -> std::optional<Executor::TimePoint> {
-                       const Records::Serving serving(records_, unique);
                        if (refusal == 0 && cancellation.requested()) refusal = EINTR;
                        try {
                          if (refusal != 0) {
@@ -123,7 +121,6 @@ class LongRequests {
  private:
   const std::vector<std::shared_ptr<DeviceContext>>& devices_;
   Executor& executor_;
-  Records& records_;
   observe::EngineCounters& counters_;
   const std::chrono::milliseconds timeout_;
   std::vector<std::shared_ptr<void>> listeners_;  // of the devices: they wake parked requests

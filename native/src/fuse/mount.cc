@@ -179,7 +179,7 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       names_(table_),
       transport_(std::move(device), transport_options(options), region_.counters()),
-      long_requests_(table_.devices(), executor_, records_, region_.counters(), options.space_timeout),
+      long_requests_(table_.devices(), executor_, region_.counters(), options.space_timeout),
       read_ahead_(region_.counters()),
       notifier_(transport_, executor_, table_),
       backing_(table_, options.transfers, long_requests_, region_.counters()),
@@ -309,7 +309,6 @@ void Mount::handle(Request& request) {
   if (const std::optional<Outcome> outcome = records_.outcome_of(unique)) {
     return answer_from_state(*handler, *outcome, request, std::move(responder));
   }
-  const Records::Serving serving(records_, unique);
   serve(*handler, request, std::move(responder));
 }
 

@@ -124,7 +124,7 @@ void NameOperations::lookup(const InodePointer& inode, Request& request, Respond
   if (found) {
     const Records::Change change(table_.records());
     held = found->hold();
-    if (held) table_.records().done({found->ino(), 0});
+    if (held) table_.records().done(responder, {found->ino(), 0});
   }
   if (held) return reply_entry(*found, responder);
   fuse_entry_out none{};  // without an inode: the kernel may remember that the name does not exist
@@ -140,7 +140,8 @@ void NameOperations::create(const InodePointer& directory, Request& request, Res
   const NewInode wanted = wanted_by(request, S_IFREG, in.mode, in.umask);
   std::optional<std::string_view> given = name->front();
   if (request.header.opcode == FUSE_TMPFILE) given.reset();
-  const Result<Namespace::Opened> made = names_.create_open(*directory, given, wanted, static_cast<int>(in.flags));
+  const Result<Namespace::Opened> made =
+      names_.create_open(*directory, given, wanted, static_cast<int>(in.flags), responder);
   // The kernel remembers that there was no such name. On ESTALE it looks the name up again and opens the file.
   if (made.error() == EEXIST && (in.flags & O_EXCL) == 0) return responder.error(ESTALE);
   if (!made.ok()) return responder.error(made.error());
@@ -155,14 +156,15 @@ void NameOperations::mknod(const InodePointer& directory, Request& request, Resp
   if (!name || std::ranges::find(kKinds, kind) == std::end(kKinds)) return responder.error(EINVAL);
   NewInode wanted = wanted_by(request, kind, in.mode, in.umask);
   wanted.rdev = in.rdev;
-  reply_made(names_.create(*directory, name->front(), wanted), responder);
+  reply_made(names_.create(*directory, name->front(), wanted, responder), responder);
 }
 
 void NameOperations::mkdir(const InodePointer& directory, Request& request, Responder responder) {
   const auto in = request.arguments<fuse_mkdir_in>();
   const auto name = texts<1>(request, sizeof(in));
   if (!name) return responder.error(EINVAL);
-  reply_made(names_.create(*directory, name->front(), wanted_by(request, S_IFDIR, in.mode, in.umask)), responder);
+  reply_made(names_.create(*directory, name->front(), wanted_by(request, S_IFDIR, in.mode, in.umask), responder),
+             responder);
 }
 
 void NameOperations::symlink(const InodePointer& directory, Request& request, Responder responder) {
@@ -170,7 +172,7 @@ void NameOperations::symlink(const InodePointer& directory, Request& request, Re
   if (!name_and_target) return responder.error(EINVAL);
   NewInode wanted = wanted_by(request, S_IFLNK, 0777, 0);
   wanted.target = name_and_target->back();
-  reply_made(names_.create(*directory, name_and_target->front(), wanted), responder);
+  reply_made(names_.create(*directory, name_and_target->front(), wanted, responder), responder);
 }
 
 void NameOperations::link(const InodePointer& directory, Request& request, Responder responder) {
@@ -179,7 +181,7 @@ void NameOperations::link(const InodePointer& directory, Request& request, Respo
   if (!name) return responder.error(EINVAL);
   const InodePointer inode = table_.find(in.oldnodeid);
   if (!inode || !inode->hold()) return responder.error(ESTALE);
-  const Status status = names_.link(inode, *directory, name->front());
+  const Status status = names_.link(inode, *directory, name->front(), responder);
   if (status.ok()) return reply_entry(*inode, responder);
   table_.forget(inode->ino(), 1);
   responder.error(status.error());
@@ -188,7 +190,7 @@ void NameOperations::link(const InodePointer& directory, Request& request, Respo
 void NameOperations::remove(const InodePointer& directory, Request& request, Responder responder) {
   const auto name = texts<1>(request, 0);
   if (!name) return responder.error(EINVAL);
-  responder.answer(names_.remove(*directory, name->front(), request.header.opcode == FUSE_RMDIR).error());
+  responder.answer(names_.remove(*directory, name->front(), request.header.opcode == FUSE_RMDIR, responder).error());
 }
 
 void NameOperations::rename(const InodePointer& directory, Request& request, Responder responder) {
@@ -205,7 +207,7 @@ void NameOperations::rename(const InodePointer& directory, Request& request, Res
   if (!to) return responder.error(ESTALE);
   const fuse_in_header& caller = request.header;
   responder.answer(
-      names_.rename(*directory, both->front(), *to, both->back(), in.flags, caller.uid, caller.gid).error());
+      names_.rename(*directory, both->front(), *to, both->back(), in.flags, caller.uid, caller.gid, responder).error());
 }
 
 void NameOperations::readlink(const InodePointer& inode, Request& /*request*/, Responder responder) {
@@ -218,7 +220,8 @@ void NameOperations::readlink(const InodePointer& inode, Request& /*request*/, R
 // ---- open files and directories ----
 
 void NameOperations::open(const InodePointer& inode, Request& request, Responder responder) {
-  const Result<std::uint64_t> fh = table_.open(inode, static_cast<int>(request.arguments<fuse_open_in>().flags));
+  const Result<std::uint64_t> fh =
+      table_.open(inode, static_cast<int>(request.arguments<fuse_open_in>().flags), responder);
   if (!fh.ok()) return responder.error(fh.error());
   reply_open(fh.value(), read_ahead_.is_own(request.header.pid) ? kOpenKeepCache : 0, responder);
 }
@@ -231,7 +234,7 @@ void NameOperations::opendir(const InodePointer& inode, Request& /*request*/, Re
   {
     const Records::Change together(table_.records());
     out.fh = directories_.add(std::move(directory));
-    table_.records().done({inode->ino(), out.fh});
+    table_.records().done(responder, {inode->ino(), out.fh});
   }
   responder.body(out);
 }

@@ -138,24 +138,25 @@ Result<Namespace::InodePointer> Namespace::make(NamesWriter& writer, Inode& dire
   return added;
 }
 
-Result<Namespace::InodePointer> Namespace::create(Inode& directory, std::string_view name, const NewInode& wanted) {
+Result<Namespace::InodePointer> Namespace::create(Inode& directory, std::string_view name, const NewInode& wanted,
+                                                  Responder& request) {
   NamesWriter writer(mutex_, table_);
   Result<InodePointer> made = make(writer, directory, name, wanted);
-  if (made.ok()) records_.done({made.value()->ino(), 0});
+  if (made.ok()) records_.done(request, {made.value()->ino(), 0});
   return made;
 }
 
 Result<Namespace::Opened> Namespace::create_open(Inode& directory, std::optional<std::string_view> name,
-                                                 const NewInode& wanted, int flags) {
+                                                 const NewInode& wanted, int flags, Responder& request) {
   NamesWriter writer(mutex_, table_);
   const InodePointer made = TRY(make(writer, directory, name, wanted));
-  const std::uint64_t handle = TRY(table_.open(made, flags));
+  const std::uint64_t handle = TRY(table_.open(made, flags, request));
   return Opened{made, handle};
 }
 
 // ---- changes of names ----
 
-Status Namespace::link(const InodePointer& inode, Inode& directory, std::string_view name) {
+Status Namespace::link(const InodePointer& inode, Inode& directory, std::string_view name, Responder& request) {
   NamesWriter writer(mutex_, table_);
   const InodeNames& names = inode->names_;
   if (inode->is_directory() || inode->is_fixed()) return Status(EPERM, "an inode that has one name");
@@ -167,11 +168,11 @@ Status Namespace::link(const InodePointer& inode, Inode& directory, std::string_
   TRY(table_.set_links(inode, static_cast<std::uint32_t>(names.names().size() + 1)));
   writer.attach(directory, name, inode);
   if (is_unnamed) Inode::Writer(*inode)->record.first_directory = 0;
-  records_.done({inode->ino(), 0});
+  records_.done(request, {inode->ino(), 0});
   return {};
 }
 
-Status Namespace::remove(Inode& directory, std::string_view name, bool removes_directory) {
+Status Namespace::remove(Inode& directory, std::string_view name, bool removes_directory, Responder& request) {
   NamesWriter writer(mutex_, table_);
   TRY(check_users_directory(directory));
   if (removes_directory && name == ".") return Status(EINVAL, "a name that cannot be removed");
@@ -182,7 +183,7 @@ Status Namespace::remove(Inode& directory, std::string_view name, bool removes_d
   if (!inode->names_.entries().empty()) return Status(ENOTEMPTY, "the directory has entries");
   writer.detach(directory, name);
   writer.settle(std::move(inode));
-  records_.done({});
+  records_.done(request, {});
   return {};
 }
 
@@ -198,7 +199,7 @@ void Namespace::remove_names(Inode& inode) {
 }
 
 Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std::string_view new_name,
-                         std::uint32_t flags, std::uint32_t uid, std::uint32_t gid) {
+                         std::uint32_t flags, std::uint32_t uid, std::uint32_t gid, Responder& request) {
   constexpr std::uint32_t kKnown = RENAME_NOREPLACE | RENAME_EXCHANGE | RENAME_WHITEOUT;
   const bool exchanges = (flags & RENAME_EXCHANGE) != 0;
   if ((flags & ~kKnown) != 0 || (exchanges && flags != RENAME_EXCHANGE)) return Status(EINVAL, "unknown flags");
@@ -219,7 +220,7 @@ Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std:
   if (exchanges) {
     if (NamesWriter::is_below(*target, &from)) return Status(EINVAL, "into a directory below itself");
     if (inode != target) writer.exchange(from, old_name, to, new_name);
-    records_.done({});
+    records_.done(request, {});
     return {};
   }
   if (inode == target) return {};
@@ -238,7 +239,7 @@ Status Namespace::rename(Inode& from, std::string_view old_name, Inode& to, std:
   }
   writer.update_links(inode);
   if (target) writer.settle(std::move(target));
-  records_.done({});
+  records_.done(request, {});
   return {};
 }
 

@@ -50,21 +50,22 @@ class Namespace {
   // ---- changes by users; the kernel has checked the caller's rights ----
 
   // A new inode, with one reference for the reply.
-  Result<InodePointer> create(Inode& directory, std::string_view name, const NewInode& wanted);
+  Result<InodePointer> create(Inode& directory, std::string_view name, const NewInode& wanted, Responder& request);
   // A new file that is open with these flags. nullopt: it has no name, and link() may give it one (O_TMPFILE).
   struct Opened {
     InodePointer inode;
     std::uint64_t handle = 0;
   };
-  Result<Opened> create_open(Inode& directory, std::optional<std::string_view> name, const NewInode& wanted, int flags);
-  Status link(const InodePointer& inode, Inode& directory, std::string_view name);
+  Result<Opened> create_open(Inode& directory, std::optional<std::string_view> name, const NewInode& wanted, int flags,
+                             Responder& request);
+  Status link(const InodePointer& inode, Inode& directory, std::string_view name, Responder& request);
   // As unlink(2), or rmdir(2) if it is to remove a directory.
-  Status remove(Inode& directory, std::string_view name, bool removes_directory);
+  Status remove(Inode& directory, std::string_view name, bool removes_directory, Responder& request);
   // Moves a name, over what is there. flags: RENAME_NOREPLACE, RENAME_WHITEOUT (the old name becomes a device node 0:0
   // of the caller, by which overlays mark removed names), or RENAME_EXCHANGE alone. The replaced name keeps its place
   // in listings, so a program that lists the directory at the same time sees it exactly once.
   Status rename(Inode& from, std::string_view old_name, Inode& to, std::string_view new_name, std::uint32_t flags,
-                std::uint32_t uid, std::uint32_t gid);
+                std::uint32_t uid, std::uint32_t gid, Responder& request);
 
   // ---- changes by the control plane ----
 

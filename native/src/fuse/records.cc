@@ -70,9 +70,7 @@ std::vector<std::pair<std::uint64_t, T>> all(const journal::Journal* journal, Ki
 
 // What the calling thread does.
 struct Work {
-  std::uint64_t request = 0;             // that it serves; 0: none
-  std::optional<std::uint64_t> outcome;  // its record
-  unsigned depth = 0;                    // objects of Records::Change that live
+  unsigned depth = 0;  // objects of Records::Change that live
   std::optional<journal::Transaction> change;
   std::vector<std::function<void()>> afterwards;
 };
@@ -165,27 +163,21 @@ void Records::put_init(std::uint64_t offered, std::uint64_t granted) {
 
 // ---- requests ----
 
-Records::Serving::Serving(Records& records, std::uint64_t unique) : records_(records) {
-  if (records.journal_ != nullptr) work().request = unique;
+std::shared_ptr<std::uint64_t> Records::take_place() {
+  const std::lock_guard lock(outcomes_mutex_);
+  const std::uint64_t place = free_outcomes_.empty() ? next_outcome_++ : free_outcomes_.back();
+  if (!free_outcomes_.empty()) free_outcomes_.pop_back();
+  return {new std::uint64_t(place), [this](std::uint64_t* left) {
+            const std::lock_guard again(outcomes_mutex_);
+            free_outcomes_.push_back(*left);
+            delete left;
+          }};
 }
 
-Records::Serving::~Serving() {
-  Work& mine = work();
-  mine.request = 0;
-  if (!mine.outcome) return;
-  const std::lock_guard lock(records_.outcomes_mutex_);
-  records_.free_outcomes_.push_back(*std::exchange(mine.outcome, std::nullopt));
-}
-
-void Records::done(const Outcome& outcome) {
-  Work& now = work();
-  if (now.request == 0) return;
-  if (!now.outcome) {
-    const std::lock_guard lock(outcomes_mutex_);
-    now.outcome = free_outcomes_.empty() ? next_outcome_++ : free_outcomes_.back();
-    if (!free_outcomes_.empty()) free_outcomes_.pop_back();
-  }
-  put({journal::kOutcome, *now.outcome}, image(StoredOutcome{now.request, outcome}));
+void Records::done(Responder& request, const Outcome& outcome) {
+  if (journal_ == nullptr || !request.pending()) return;
+  if (!request.outcome()) request.outcome() = take_place();
+  put({journal::kOutcome, *request.outcome()}, image(StoredOutcome{request.unique(), outcome}));
 }
 
 void Records::forget_outcomes() {

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "fuse/request.h"
 #include "gpufs.h"
 #include "journal/journal.h"
 #include "memory/extent_buffer.h"
@@ -102,21 +103,9 @@ class Records {
 
   // ---- requests ----
 
-  // The calling thread serves this request until the end of the scope: by then it is answered, or another thread goes
-  // on with it in a scope of its own.
-  class Serving {
-   public:
-    Serving(Records& records, std::uint64_t unique);
-    ~Serving();
-    Serving(const Serving&) = delete;
-    Serving& operator=(const Serving&) = delete;
-
-   private:
-    Records& records_;
-  };
-  // Records what the request that the thread serves has done. An outcome has a place in the journal until its scope
-  // ends, so there are as many as threads that serve requests at once.
-  void done(const Outcome& outcome);
+  // Records what a request has done. Its outcome has a place in the journal as long as the responder lives, so there
+  // are as many as requests that are carried out and not yet answered.
+  void done(Responder& request, const Outcome& outcome);
   // Drops the records of what the last process did, since the kernel has sent all of it again by now.
   void forget_outcomes();
   // What a request did before the last process ended; nullopt: nothing yet, or the kernel sends it for the first time.
@@ -148,6 +137,8 @@ class Records {
 
  private:
   void put(journal::Key key, std::span<const std::byte> head, std::span<const std::byte> tail = {});
+  // Of an outcome, until the last copy is gone.
+  std::shared_ptr<std::uint64_t> take_place();
 
   const std::shared_ptr<journal::Journal> journal_;
   journal::Numbers name_numbers_;

@@ -22,7 +22,8 @@ Responder::Responder(Responder&& other) noexcept
       unique_(other.unique_),
       opcode_(other.opcode_),
       client_(other.client_),
-      user_(other.user_) {}
+      user_(other.user_),
+      outcome_(std::move(other.outcome_)) {}
 
 Responder& Responder::operator=(Responder&& other) noexcept {
   if (this != &other) {
@@ -32,6 +33,7 @@ Responder& Responder::operator=(Responder&& other) noexcept {
     opcode_ = other.opcode_;
     client_ = other.client_;
     user_ = other.user_;
+    outcome_ = std::move(other.outcome_);
   }
   return *this;
 }

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -57,6 +58,8 @@ class Responder {
   [[nodiscard]] std::uint32_t opcode() const { return opcode_; }
   [[nodiscard]] std::uint32_t client() const { return client_; }
   [[nodiscard]] std::uint32_t user() const { return user_; }
+  // The record in the journal that Records::done() has taken for the request; null: none.
+  [[nodiscard]] std::shared_ptr<std::uint64_t>& outcome() { return outcome_; }
   [[nodiscard]] bool pending() const { return transport_ != nullptr; }
 
   void ok() { deliver(0, {}); }
@@ -80,6 +83,7 @@ class Responder {
   std::uint32_t opcode_ = 0;
   std::uint32_t client_ = 0;
   std::uint32_t user_ = 0;
+  std::shared_ptr<std::uint64_t> outcome_;
 };
 
 }  // namespace gpufs::fuse

@@ -303,6 +303,7 @@ Pipeline::FastOutcome Pipeline::move_by_vendor(Work& work) {
     // Memory need not lie as the start of the request made expect.
     if (piece.address % known.memory_align != 0 || file_offset(work) % known.unit != 0 ||
         piece.bytes % known.unit != 0) {
+      transfer_.refuse_fastpath(mask_of(Refusal::kMemoryUnaligned));
       if (transfer_.may_change_path()) return {Status{}, true};
       return {Status(EOPNOTSUPP, "fastpath alone is allowed but refused: memory_unaligned")};
     }

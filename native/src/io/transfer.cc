@@ -360,14 +360,19 @@ void Transfer::complete(const ChunkProgress& progress, const Status& status) {
   update_useful_threads_locked();
 }
 
+bool Transfer::refuse_fastpath(RefusalMask causes) {
+  const std::lock_guard lock(mutex_);
+  if ((causes & ~progress_.refusals) == 0) return false;
+  facts_.counters.refuse(observe::Backend::kFastpath, facts_.flow, causes & ~progress_.refusals);
+  progress_.refusals |= causes;
+  return true;
+}
+
 void Transfer::give_up_fastpath(const Status& why, RefusalMask causes) {
+  if (!refuse_fastpath(causes | mask_of(Refusal::kFailedBefore))) return;
   {
     const std::lock_guard lock(mutex_);
-    if ((progress_.refusals & mask_of(Refusal::kFailedBefore)) != 0) return;
-    causes |= mask_of(Refusal::kFailedBefore);
-    progress_.refusals |= causes;
     if (may_change_path()) cursor_.give_up_fastpath();
-    facts_.counters.refuse(observe::Backend::kFastpath, facts_.flow, causes);
   }
   log_info("fastpath gave up on a ", direction_name(request().direction), ": ", why.message());
 }

@@ -153,6 +153,8 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
   std::optional<Chunk> next_chunk();
   // How a chunk ended, see PlanCursor::complete().
   void complete(const ChunkProgress& progress, const Status& status);
+  // Counts and reports why fastpath does not take a part. False: all of that was known.
+  bool refuse_fastpath(RefusalMask causes);
   // Fastpath failed on a chunk in a way that sends the rest by fallback, if that is allowed.
   void give_up_fastpath(const Status& why, RefusalMask causes);
   [[nodiscard]] bool may_change_path() const { return fallback_allowed() && fastpath_mode() != FastpathMode::kRequire; }

@@ -19,7 +19,7 @@ enum Kind : std::uint32_t {
   kOpenFile,   // id: its handle
   kUserLimit,  // id: user_key()
   kDirectoryLimit,
-  kOutcome,  // id: a thread of a process
+  kOutcome,  // id: used again, see Records::done()
   kMemory,   // a descriptor; id: the keeper's key
   kNumbers,  // id: NumbersOf
 };
