@@ -198,7 +198,7 @@ class InodeTable {
   // Before anybody else has an inode: its record is written whenever its contents move.
   void watch_contents(const std::shared_ptr<Inode>& inode);
   // Frees what the host tier held of a file that is back, on the executor.
-  void free_parked(std::shared_ptr<Buffer> parked);
+  void free_left(std::shared_ptr<Residence> left);
   // Moves a file's contents to the host's memory once.
   Result<bool> park_for_owner(Inode& inode, const std::shared_ptr<DeviceContext>& host);
   // Files on a device that nobody uses, the one first that was used the longest time ago.
