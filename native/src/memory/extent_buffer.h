@@ -319,7 +319,8 @@ class ExtentBuffer : public Buffer {
   // Takes memory of the device and charges it. replaced: bytes that are released in exchange.
   Status take(const Extents& missing, Wait wait, std::uint64_t replaced = 0);
   Status ensure(std::uint64_t offset, std::uint64_t end, Growth how);
-  Status ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait);
+  // Moves there what is in another slot, if there is one.
+  Status enter_slot(std::shared_ptr<const SlabPool::Slot> slot, Wait wait);
   // Memory of the buffer's own over the granules of [offset, end), which may be empty, and over what is in a slot, in
   // a range of at least reserve_end bytes.
   Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, Growth how);

@@ -164,15 +164,15 @@ Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, Growth how)
   if (here_->memory == nullptr && slabs != nullptr && snapshot_->placement == 0 && end <= slabs->largest() &&
       !overwritten_) {
     // Without a slab the file can still have memory of its own, unless the device is full.
-    Status status = ensure_slot(*slabs, end, how.wait);
+    Result<std::shared_ptr<const SlabPool::Slot>> slot = slabs->take(end, owner(), /*may_add_slab=*/true, how.wait);
+    const Status status = slot.ok() ? enter_slot(slot.take(), how.wait) : slot.status();
     if (status.ok() || lacks_memory(status.error()) || status.error() == EAGAIN) return status;
     log_debug("a small file gets memory of its own: ", status.message());
   }
   return ensure_own(offset, end, end, how);
 }
 
-Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait) {
-  const std::shared_ptr<const SlabPool::Slot> slot = TRY(slabs.take(end, owner(), /*may_add_slab=*/true, wait));
+Status ExtentBuffer::enter_slot(std::shared_ptr<const SlabPool::Slot> slot, Wait wait) {
   Exclusion exclusion(*this);
   const std::shared_ptr<const SlabPool::Slot> old = snapshot_->slot;
   if (old != nullptr) {
@@ -180,7 +180,7 @@ Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait) 
     TRY(here_->device->device().copy_within(slot->address, old->address, old->bytes));
   }
   TRY(here_->charge->grow(slot->bytes - bytes_held()));
-  replace(std::make_shared<Snapshot>(*this, slot));
+  replace(std::make_shared<Snapshot>(*this, std::move(slot)));
   if (old == nullptr) here_->ahead = {{0, granule()}};
   account();
   return {};
@@ -191,17 +191,8 @@ bool ExtentBuffer::leave_slab(SlabPool& slabs, DeviceAddress start, std::uint64_
   if (!mutation) return false;
   const std::shared_ptr<const SlabPool::Slot> old = snapshot_->slot;
   if (old == nullptr || old->address - start >= bytes) return true;
-  const Result<std::shared_ptr<const SlabPool::Slot>> slot = slabs.take(old->bytes, owner(), /*may_add_slab=*/false);
-  if (!slot.ok()) return false;
-  Exclusion exclusion(*this);
-  {
-    const std::lock_guard lock(state_mutex_);
-    exclusion.limit_writers_locked(0);
-    if (!writers_.empty()) return false;
-  }
-  if (!here_->device->device().copy_within(slot.value()->address, old->address, old->bytes).ok()) return false;
-  replace(std::make_shared<Snapshot>(*this, slot.value()));
-  return true;
+  Result<std::shared_ptr<const SlabPool::Slot>> slot = slabs.take(old->bytes, owner(), /*may_add_slab=*/false);
+  return slot.ok() && enter_slot(slot.take(), Wait::kForbidden).ok();
 }
 
 Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, Growth how) {
