@@ -166,7 +166,7 @@ class Executor {
     explicit State(const Limits& chosen) : limits(chosen) {}
 
     const Limits limits;
-    // Guards all below. No job runs or is destroyed under it.
+    // Guards all below. No job runs or is destroyed under it. Order 9 of docs/design/requests.md#locks
     std::mutex mutex;
     std::condition_variable wanted;
     std::condition_variable ended;  // a job or a thread has

@@ -405,12 +405,12 @@ class ExtentBuffer : public Buffer {
   const bool preallocates_;
   Watcher watcher_;  // constant once the buffer is shared
 
-  // One change of the memory at a time, over calls of the driver. Order of locks: docs/design/requests.md#locks
+  // One change of the memory at a time, over calls of the driver. Order 3 of docs/design/requests.md#locks
   std::mutex mutation_mutex_;
   // Guarded by mutation_mutex_: what is taken is about to be overwritten, and nobody else sees it.
   bool overwritten_ = false;
 
-  // Nothing that waits is called, and no snapshot destroyed, under it. Order of locks: docs/design/requests.md#locks
+  // Nothing that waits is called, and no snapshot destroyed, under it. Order 9 of docs/design/requests.md#locks
   mutable std::mutex state_mutex_;
   std::condition_variable state_changed_;  // a writer, a turn or a snapshot is gone, or the gate has opened
   // Guarded by state_mutex_. A buffer's extents are those of snapshot_, which only the holder of mutation_mutex_
