@@ -191,7 +191,7 @@ TEST_P(KeptGpuMemory, MemoryAheadIsCountedAndComesBack) {
   driver->devices().at(0)->set_keeper(keeper_);
   context = must(DeviceContext::create(driver, 0));
   buffer = std::make_shared<ExtentBuffer>(context, /*preallocates=*/true);
-  ASSERT_OK(buffer->restore(kept));
+  ASSERT_OK(buffer->restore(kept, buffer->device()));
   EXPECT_EQ(buffer->bytes_held(), held);
   EXPECT_EQ(context->held_bytes(), held);
   std::vector<std::byte> back(kGranule);

@@ -50,6 +50,27 @@ def test_native_parts_depend_in_one_direction() -> None:
     assert not bad
 
 
+def test_each_lock_has_its_order_where_it_is_declared() -> None:
+    """The table of docs/design/requests.md, and no other lock claims a place in it."""
+    rows = re.findall(r"^\| (\d) \| (.+?) \|", (ROOT / "docs/design/requests.md").read_text(), re.MULTILINE)
+    named = {name: order for order, names in rows for name in re.findall(r"`([\w:]+)`", names)}
+    declared = {}
+    # What opens a class, and a lock with the comment above it or behind it.
+    pattern = re.compile(
+        r"^( *)(?:class|struct) (\w+)[^;\n]*\{$|"
+        r"((?:^ *//.*\n)*)^( *)(?:mutable )?std::(?:shared_)?mutex\s+(\w+);(.*)$",
+        re.MULTILINE,
+    )
+    for path in native_sources():
+        around: dict[int, str] = {}  # by indentation
+        for margin, opened, above, depth, lock, behind in pattern.findall(path.read_text()):
+            if opened:
+                around[len(margin)] = opened
+            elif order := re.search(r"[oO]rder (\d) of docs/design/requests.md#locks", above + behind):
+                declared[f"{around[max(each for each in around if each < len(depth))]}::{lock}"] = order[1]
+    assert declared == {"::".join(name.split("::")[-2:]): order for name, order in named.items()}
+
+
 def test_drivers_do_not_know_each_other() -> None:
     """They share what lies in drivers/gpu, which knows none of them."""
     bad = []

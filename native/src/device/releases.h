@@ -100,7 +100,7 @@ class Releases {
   void released_locked();
 
   const std::uint64_t device_bytes_;
-  mutable std::mutex mutex_;  // guards all below; order of locks: docs/design/requests.md#locks
+  mutable std::mutex mutex_;  // guards all below; order 9 of docs/design/requests.md#locks
   mutable std::condition_variable changed_;
   std::map<const ExtentBuffer*, std::weak_ptr<ExtentBuffer>> trimmable_;
   PendingReleases pending_;
@@ -108,7 +108,7 @@ class Releases {
   std::list<std::function<void()>> listeners_;
 
   // Guards evictor_; held while a file is moved: one at a time. The host tier's is a leaf, since nothing is moved from
-  // there. Order of locks: docs/design/requests.md#locks
+  // there. Order 1 of docs/design/requests.md#locks
   std::mutex evictor_mutex_;
   std::function<bool(std::uint64_t)> evictor_;
 };

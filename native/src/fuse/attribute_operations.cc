@@ -135,7 +135,7 @@ void AttributeOperations::statfs(const Target& inode, Request& request, Responde
   const bool waits =
       std::ranges::any_of(table_.devices(), [](const auto& device) { return !device->info().cpu_addressable; });
   const std::uint32_t uid = request.header.uid;
-  // Memory of files that have just been removed is on its way back. As a write that needs it, this is parked for it.
+  // Memory of files that have just been removed is on its way back. As a write that needs it, this waits for it.
   const auto start = std::chrono::steady_clock::now();
   const std::optional<std::int32_t> device = device_expecting_memory(*inode, start);
   if (!waits && !device) return reply_statfs(*inode, uid, responder);

@@ -93,8 +93,8 @@ bool Executor::submit_entry(const Lane& lane, const void* subject, Id id, std::o
     if (!stopped) {
       if (time) {
         entry.time = *time;
-        state.parked.splice(state.parked.end(), mine);
-        wake_for_parked(state_);
+        state.waiting.splice(state.waiting.end(), mine);
+        wake_for_waiting(state_);
       } else {
         state.queue.splice(state.queue.end(), mine);
         wake_for_queue(state_, 1);
@@ -116,8 +116,8 @@ void Executor::wake_for_queue(const std::shared_ptr<State>& state, std::size_t a
   added == 1 ? state->wanted.notify_one() : state->wanted.notify_all();
 }
 
-void Executor::wake_for_parked(const std::shared_ptr<State>& state) {
-  if (state->parked.empty()) return;
+void Executor::wake_for_waiting(const std::shared_ptr<State>& state) {
+  if (state->waiting.empty()) return;
   if (state->idle > 0) {
     state->wanted.notify_one();
   } else if (state->starting == 0) {
@@ -150,10 +150,10 @@ Executor::Cancelled Executor::cancel(std::uint64_t id) {
     const std::lock_guard lock(state.mutex);
     const auto has_id = [id](const QueuedJob& entry) { return entry.id.number == id; };
     if (const auto found = std::ranges::find_if(state.active, has_id); found != state.active.end()) {
-      found->refusal = EINTR;  // the job must not be parked any more
+      found->refusal = EINTR;  // the job must not be waiting any more
       running = found->cancellation;
     } else {
-      for (QueuedJobs* const entries : {&state.queue, &state.parked}) {
+      for (QueuedJobs* const entries : {&state.queue, &state.waiting}) {
         const auto entry = std::ranges::find_if(*entries, has_id);
         if (entry != entries->end()) mine.splice(mine.end(), *entries, entry);
       }
@@ -171,7 +171,7 @@ Executor::Cancelled Executor::cancel(std::uint64_t id) {
 
 std::uint32_t Executor::client_of(std::uint64_t id) const {
   const std::lock_guard lock(state_->mutex);
-  for (const QueuedJobs* const entries : {&state_->active, &state_->queue, &state_->parked}) {
+  for (const QueuedJobs* const entries : {&state_->active, &state_->queue, &state_->waiting}) {
     const auto found = std::ranges::find(*entries, id, [](const QueuedJob& entry) { return entry.id.number; });
     if (found != entries->end()) return found->id.client;
   }
@@ -183,10 +183,10 @@ void Executor::resume(std::int32_t device) {
   const std::lock_guard lock(state.mutex);
   ++state.resumes;
   std::size_t resumed = 0;
-  for (auto entry = state.parked.begin(); entry != state.parked.end();) {
+  for (auto entry = state.waiting.begin(); entry != state.waiting.end();) {
     const auto next = std::next(entry);
     if (entry->lane.device == device) {
-      state.queue.splice(state.queue.end(), state.parked, entry);
+      state.queue.splice(state.queue.end(), state.waiting, entry);
       ++resumed;
     }
     entry = next;
@@ -202,7 +202,7 @@ std::size_t Executor::stop(std::chrono::milliseconds timeout) {
     const std::lock_guard lock(state.mutex);
     state.stopping = true;
     mine.splice(mine.end(), state.queue);
-    mine.splice(mine.end(), state.parked);
+    mine.splice(mine.end(), state.waiting);
     for (const QueuedJob& entry : state.active) running.push_back(entry.cancellation);
   }
   state.wanted.notify_all();
@@ -292,19 +292,19 @@ Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex
   const TimePoint idle_end = Clock::now() + kIdle;
   for (;;) {
     const TimePoint now = Clock::now();
-    const auto first = std::ranges::min_element(parked, {}, &QueuedJob::time);
-    if (first != parked.end() && first->time <= now) {
-      if (first->refusal != 0 || load.admits(*first, limits)) return activate(parked, first);
-      queue.splice(queue.end(), parked, first);  // the end of a job of its lane makes space for it
+    const auto first = std::ranges::min_element(waiting, {}, &QueuedJob::time);
+    if (first != waiting.end() && first->time <= now) {
+      if (first->refusal != 0 || load.admits(*first, limits)) return activate(waiting, first);
+      queue.splice(queue.end(), waiting, first);  // the end of a job of its lane makes space for it
       continue;
     }
     const auto ready = first_ready();
     if (ready != queue.end()) return activate(queue, ready);
-    // While something is parked one thread stays to watch the time.
-    const bool needed = threads <= kPermanentThreads || (!parked.empty() && idle == 0);
+    // While something is waiting one thread stays to watch the time.
+    const bool needed = threads <= kPermanentThreads || (!waiting.empty() && idle == 0);
     if (stopping || (now >= idle_end && !needed)) return active.end();
     ++idle;
-    if (!parked.empty()) {
+    if (!waiting.empty()) {
       // A copy: wait_until() reads it again at the end, when the entry may be gone.
       const TimePoint end = now < idle_end ? std::min(idle_end, first->time) : first->time;
       wanted.wait_until(lock, end);
@@ -317,12 +317,12 @@ Executor::QueuedJobs::iterator Executor::State::next(std::unique_lock<std::mutex
   }
 }
 
-void Executor::State::park(QueuedJobs::iterator entry, TimePoint time) {
+void Executor::State::postpone(QueuedJobs::iterator entry, TimePoint time) {
   if (stopping) entry->refusal = EINTR;
   entry->time = entry->refusal == 0 ? time : TimePoint::min();  // cancelled since: it runs with that at once
   // Memory that was released during the attempt may have come too late for it.
   const bool again = entry->refusal == 0 && entry->resumes != resumes && entry->lane.device >= 0;
-  QueuedJobs& to = again ? queue : parked;
+  QueuedJobs& to = again ? queue : waiting;
   load.remove(*entry);
   to.splice(to.end(), active, entry);
 }
@@ -332,7 +332,7 @@ void Executor::work_loop(const std::shared_ptr<State>& shared) {
   std::unique_lock lock(state.mutex);
   --state.starting;
   for (auto entry = state.next(lock); entry != state.active.end(); entry = state.next(lock)) {
-    wake_for_parked(shared);  // another thread has to watch the time now
+    wake_for_waiting(shared);  // another thread has to watch the time now
     entry->resumes = state.resumes;
     const int refusal = entry->refusal;
     const Job& job = entry->job;
@@ -345,7 +345,7 @@ void Executor::work_loop(const std::shared_ptr<State>& shared) {
     }
     lock.lock();
     if (refusal == 0 && again) {
-      state.park(entry, *again);
+      state.postpone(entry, *again);
       continue;
     }
     Job last = std::move(entry->job);

@@ -6,7 +6,7 @@
 // subject (an inode) have a smaller limit, so one that makes no progress does not fill its lane, and so have jobs of
 // one user; of those that wait the user's with the fewest that run comes first. Files of the host have no subject: one
 // that hangs can fill its user's part of the lane of its file system. A job that finds the device full holds no thread:
-// it is parked until memory is released (device/releases.h) or its time is over. There are as many threads as jobs may
+// it waits until memory is released (device/releases.h) or its time is over. There are as many threads as jobs may
 // run side by side, and one more, however many are queued.
 #pragma once
 
@@ -59,7 +59,7 @@ class Executor {
       kRelay,          // in their order, by one thread at a time
     };
     Kind kind = Kind::kBuffers;
-    std::int32_t device = -1;  // the GPU; its resume() runs the lane's parked jobs, too; -1: none
+    std::int32_t device = -1;  // the GPU; its resume() runs the lane's waiting jobs, too; -1: none
     std::uint64_t owner = 0;   // of kFiles and kCopies the disk, see BackingFacts; of kNotifications the user
     friend auto operator<=>(const Lane&, const Lane&) = default;
   };
@@ -71,7 +71,7 @@ class Executor {
 
   // A job is a function body(int refusal, Cancellation&). `refusal` is 0 on a thread of the executor. If the job is
   // refused or cancelled, the body is called once with EINTR, on any thread.
-  // The body returns nothing, or a std::optional<TimePoint>: then the job is parked, and runs again at that time, or
+  // The body returns nothing, or a std::optional<TimePoint>: then the job waits, and runs again at that time, or
   // earlier if its lane's device is resumed.
 
   explicit Executor(const Limits& limits) : state_(std::make_shared<State>(limits)) {}
@@ -95,22 +95,22 @@ class Executor {
   bool submit(const Lane& lane, const void* subject, Id id, Body body) {
     return submit_entry(lane, subject, id, std::nullopt, job_of(std::move(body)));
   }
-  // A timer: a job that is parked until this time.
+  // A timer: a job that waits until this time.
   template <typename Body>
   void submit_at(TimePoint time, Body body) {
     submit_entry({}, nullptr, 0, time, job_of(std::move(body)));
   }
 
-  // A job that is queued or parked ends now. One that runs is asked to end.
+  // A job that is queued or waiting ends now. One that runs is asked to end.
   enum class Cancelled : std::uint8_t { kEnded, kRunning, kUnknown };
   Cancelled cancel(std::uint64_t id);
   // The thread whose death alone is a reason to cancel a job; 0: none is named, or the job is unknown.
   [[nodiscard]] std::uint32_t client_of(std::uint64_t id) const;
 
-  // Runs the parked jobs of a device again, and those that are about to be parked.
+  // Runs the waiting jobs of a device again, and those that are about to wait.
   void resume(std::int32_t device);
 
-  // Ends what is queued or parked, cancels what runs and waits for it, for jobs of files up to `timeout`; returns how
+  // Ends what is queued or waiting, cancels what runs and waits for it, for jobs of files up to `timeout`; returns how
   // many of these are left behind. They must use nothing that goes away with the executor's owner. May be called twice.
   std::size_t stop(std::chrono::milliseconds timeout);
 
@@ -143,7 +143,7 @@ class Executor {
     Id id = 0;
     Job job;
     std::shared_ptr<Cancellation> cancellation = std::make_shared<Cancellation>();
-    TimePoint time;             // when a parked job runs again
+    TimePoint time;             // when a waiting job runs again
     std::uint64_t resumes = 0;  // State::resumes when it was last started
     int refusal = 0;            // what it runs with next
   };
@@ -166,12 +166,12 @@ class Executor {
     explicit State(const Limits& chosen) : limits(chosen) {}
 
     const Limits limits;
-    // Guards all below. No job runs or is destroyed under it.
+    // Guards all below. No job runs or is destroyed under it. Order 9 of docs/design/requests.md#locks
     std::mutex mutex;
     std::condition_variable wanted;
     std::condition_variable ended;  // a job or a thread has
     QueuedJobs queue;
-    QueuedJobs parked;
+    QueuedJobs waiting;
     QueuedJobs active;
     Load load;  // of the active ones
     std::size_t threads = 0;
@@ -191,7 +191,7 @@ class Executor {
     [[nodiscard]] QueuedJobs::iterator first_ready();
     // Moves the next job to `active` and returns it; the end of `active` if the thread has to end.
     QueuedJobs::iterator next(std::unique_lock<std::mutex>& lock);
-    void park(QueuedJobs::iterator entry, TimePoint time);
+    void postpone(QueuedJobs::iterator entry, TimePoint time);
   };
 
   bool submit_entry(const Lane& lane, const void* subject, Id id, std::optional<TimePoint> time, Job job);
@@ -199,7 +199,7 @@ class Executor {
   // The following are called with the mutex held.
   // added: jobs that have just been queued.
   static void wake_for_queue(const std::shared_ptr<State>& state, std::size_t added);
-  static void wake_for_parked(const std::shared_ptr<State>& state);
+  static void wake_for_waiting(const std::shared_ptr<State>& state);
   static Status start_worker(const std::shared_ptr<State>& state);
 
   const std::shared_ptr<State> state_;

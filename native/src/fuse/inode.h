@@ -155,7 +155,7 @@ class Inode : public std::enable_shared_from_this<Inode> {
     friend class Reader;
     friend class Writer;
     // Guards the state. ExtentBuffer::mutation_mutex_ is never taken under it: a buffer holds that when it reports that
-    // its contents have moved. Order of locks: docs/design/requests.md#locks
+    // its contents have moved. Order 4 of docs/design/requests.md#locks
     mutable std::mutex mutex;
     State state;
   };

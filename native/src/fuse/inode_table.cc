@@ -100,19 +100,19 @@ void InodeTable::watch_contents(const std::shared_ptr<Inode>& inode) {
                                    }
                                  },
                              .freed =
-                                 [this, watched = std::weak_ptr<Inode>(inode)](std::shared_ptr<Buffer> parked) {
-                                   if (watched.lock()) free_parked(std::move(parked));
+                                 [this, watched = std::weak_ptr<Inode>(inode)](std::shared_ptr<Residence> left) {
+                                   if (watched.lock()) free_left(std::move(left));
                                  }});
 }
 
-void InodeTable::free_parked(std::shared_ptr<Buffer> parked) {
-  if (parked->bytes_held() <= kBrieflyFreedBytes) return;
-  const auto expected = std::make_shared<Releases::Expected>(parked->device()->releases(),
-                                                             [held = parked->bytes_held()] { return held; });
+void InodeTable::free_left(std::shared_ptr<Residence> left) {
+  if (left->held <= kBrieflyFreedBytes) return;
+  const auto expected =
+      std::make_shared<Releases::Expected>(left->device->releases(), [held = left->held] { return held; });
   expected->confirm();
-  const std::int32_t device = parked->device()->info().index;
+  const std::int32_t device = left->device->info().index;
   executor_.submit({Executor::Lane::Kind::kRelease, device, 0}, nullptr, 0,
-                   [expected, gone = std::move(parked)](int, Cancellation&) mutable {
+                   [expected, gone = std::move(left)](int, Cancellation&) mutable {
                      expected->begin_release();
                      gone.reset();
                    });
@@ -676,9 +676,14 @@ Result<std::shared_ptr<Inode>> InodeTable::restore_inode(Restored& found, const 
   }
   std::shared_ptr<ExtentBuffer> buffer;
   if (has_contents) {
-    buffer = std::make_shared<ExtentBuffer>(devices_[static_cast<std::size_t>(attributes.device)], kPreallocates);
-    TRY(buffer->restore(*found.contents, host_tier()));
-    if (found.contents->parked) buffer->charge_parked_to(host_account(attributes.uid));
+    const std::shared_ptr<DeviceContext>& device = devices_[static_cast<std::size_t>(attributes.device)];
+    const std::shared_ptr<DeviceContext> where = found.contents->device == attributes.device ? device : host_tier();
+    if (where == nullptr || where->info().index != found.contents->device) {
+      return Status(EPROTO, "its contents are on no possible device");
+    }
+    buffer = std::make_shared<ExtentBuffer>(device, kPreallocates);
+    TRY(buffer->restore(*found.contents, where));
+    if (where != device) buffer->charge_parked_to(host_account(attributes.uid));
     buffer->charge().move(Charge::kOwner, quotas_.user(attributes.device, attributes.uid));
   }
   Inode::State state;

@@ -198,7 +198,7 @@ class InodeTable {
   // Before anybody else has an inode: its record is written whenever its contents move.
   void watch_contents(const std::shared_ptr<Inode>& inode);
   // Frees what the host tier held of a file that is back, on the executor.
-  void free_parked(std::shared_ptr<Buffer> parked);
+  void free_left(std::shared_ptr<Residence> left);
   // Moves a file's contents to the host's memory once.
   Result<bool> park_for_owner(Inode& inode, const std::shared_ptr<DeviceContext>& host);
   // Files on a device that nobody uses, the one first that was used the longest time ago.
@@ -256,7 +256,7 @@ class InodeTable {
   std::atomic<AccessTimes> directory_access_times_{AccessTimes::kRelative};
 
   journal::Numbers ino_numbers_;
-  // Guards the two below. Order of locks: docs/design/requests.md#locks
+  // Guards the two below. Order 5 of docs/design/requests.md#locks
   mutable std::shared_mutex inodes_mutex_;
   std::unordered_map<std::uint64_t, std::shared_ptr<Inode>> inodes_;
   std::map<std::int32_t, std::size_t> file_counts_;  // by device
@@ -272,9 +272,10 @@ class InodeTable {
     std::uint64_t bytes = 0;
     std::chrono::steady_clock::time_point good_until;
   };
-  std::mutex evictable_mutex_;                          // guards what is below; the inodes' locks are taken under it
-  std::map<std::int32_t, Evictable> evictable_;         // by device
-  std::mutex forgotten_mutex_;                          // guards what is below; nothing is freed under it
+  std::mutex evictable_mutex_;                   // guards what is below; the inodes' locks are taken under it
+  std::map<std::int32_t, Evictable> evictable_;  // by device
+  // Guards what is below; nothing is freed under it. Order 5 of docs/design/requests.md#locks
+  std::mutex forgotten_mutex_;
   std::map<std::int32_t, ForgottenFiles> to_be_freed_;  // by device
 };
 

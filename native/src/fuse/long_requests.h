@@ -123,7 +123,7 @@ class LongRequests {
   Executor& executor_;
   observe::EngineCounters& counters_;
   const std::chrono::milliseconds timeout_;
-  std::vector<std::shared_ptr<void>> listeners_;  // of the devices: they wake parked requests
+  std::vector<std::shared_ptr<void>> listeners_;  // of the devices: they wake waiting requests
 };
 
 }  // namespace gpufs::fuse

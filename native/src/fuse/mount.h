@@ -144,8 +144,8 @@ class Mount final : private RequestHandler {
   bool restored_ = false;  // constant once it is created
   std::atomic<bool> started_{false};
 
-  std::mutex
-      close_mutex_;  // guards closed_, and is held while everything ends; order of locks: docs/design/requests.md#locks
+  // Guards closed_, and is held while everything ends. Order 1 of docs/design/requests.md#locks
+  std::mutex close_mutex_;
   bool closed_ = false;
 };
 

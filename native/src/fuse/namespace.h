@@ -116,7 +116,7 @@ class Namespace {
 
   InodeTable& table_;
   Records& records_;
-  // Guards Inode::names_ of all inodes. Order of locks: docs/design/requests.md#locks
+  // Guards Inode::names_ of all inodes. Order 3 of docs/design/requests.md#locks
   mutable std::shared_mutex mutex_;
 };
 

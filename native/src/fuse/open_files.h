@@ -82,7 +82,7 @@ class OpenFiles {
  private:
   Records* const records_ = nullptr;
   journal::Numbers numbers_;
-  mutable std::shared_mutex mutex_;  // guards all below; order of locks: docs/design/requests.md#locks
+  mutable std::shared_mutex mutex_;  // guards all below; order 5 of docs/design/requests.md#locks
   std::unordered_map<std::uint64_t, std::shared_ptr<File>> files_;
 };
 

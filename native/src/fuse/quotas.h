@@ -1,7 +1,7 @@
 // The limits of a mount: on device memory, for each user on each device and for directories, and on the memory that
 // names and attributes take.
 // Ownership: the inode table's; accounts are shared with the buffers that charge them.
-// Thread-safe; the mutexes are leaves.
+// Thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +51,7 @@ class Quotas {
   const std::uint64_t plain_limit_;
   const std::function<std::string(std::int32_t)> name_of_;
   const std::shared_ptr<AddressSpace> addresses_ = std::make_shared<AddressSpace>();
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;  // guards all below; order 5 of docs/design/requests.md#locks
   std::map<std::pair<std::int32_t, std::uint32_t>, std::shared_ptr<Account>> users_;
   std::map<std::uint32_t, std::shared_ptr<AddressSpace::Share>> shares_;  // by user
   std::map<std::uint64_t, std::shared_ptr<Account>> directories_;
@@ -89,9 +89,9 @@ class Metadata {
   static constexpr std::uint64_t kUserPart = 2;
 
   Ledger all_;
-  Ledger plain_;  // of all shares together
-  std::mutex mutex_;
-  std::map<std::uint32_t, std::unique_ptr<Share>> shares_;  // guarded by mutex_
+  Ledger plain_;      // of all shares together
+  std::mutex mutex_;  // guards all below; order 5 of docs/design/requests.md#locks
+  std::map<std::uint32_t, std::unique_ptr<Share>> shares_;
 };
 
 }  // namespace gpufs::fuse

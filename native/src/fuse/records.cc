@@ -24,8 +24,7 @@ struct StoredContents {
   Extent slot;
   std::uint64_t placement = 0;
   Shift shift;
-  std::uint64_t parked = 0;         // 1: all of this is said of the host tier's memory
-  std::uint64_t own_placement = 0;  // its extents are behind it
+  std::int64_t device = 0;  // its extents are behind it
 };
 
 struct StoredOutcome {
@@ -142,8 +141,7 @@ void Records::put_extended(std::uint64_t ino, std::span<const std::byte> attribu
 }
 
 void Records::put_contents(std::uint64_t ino, const KeptContents& contents) {
-  const StoredContents stored{contents.memory,           contents.slot,         contents.placement, contents.shift,
-                              contents.parked ? 1U : 0U, contents.own_placement};
+  const StoredContents stored{contents.memory, contents.slot, contents.placement, contents.shift, contents.device};
   put({journal::kContents, ino}, image(stored), std::as_bytes(std::span(contents.extents)));
 }
 
@@ -231,8 +229,7 @@ std::optional<KeptContents> Records::read_contents(const StoredInode& stored, co
                         .extents = Extents(extents.size() / sizeof(Extent)),
                         .placement = fixed.placement,
                         .shift = fixed.shift,
-                        .parked = fixed.parked != 0,
-                        .own_placement = fixed.own_placement};
+                        .device = static_cast<std::int32_t>(fixed.device)};
   if (!contents.extents.empty()) {
     std::memcpy(contents.extents.data(), extents.data(), contents.extents.size() * sizeof(Extent));
   }

@@ -77,7 +77,7 @@ Transport::Transport(UniqueFd device, const TransportOptions& options, observe::
       locks_(options.locks),
       counters_(counters) {
   readers_.reserve(reader_limit_);
-  parked_.reserve(reader_limit_);
+  idle_.reserve(reader_limit_);
 }
 
 Status Transport::start(RequestHandler& handler) {
@@ -98,7 +98,7 @@ void Transport::stop() {
   {
     const std::lock_guard lock(mutex_);
     readers.swap(readers_);
-    parked_.clear();
+    idle_.clear();
   }
   for (const auto& reader : readers) reader->wake.release();
   for (const auto& reader : readers) {
@@ -138,19 +138,19 @@ Status Transport::spawn_reader() {
 
 void Transport::read_loop(Reader& reader) {
   while (!stopping_.load(std::memory_order_relaxed)) {
-    park_if_surplus(reader);
+    pause_if_surplus(reader);
     if (stopping_.load(std::memory_order_relaxed)) return;
     if (!read_one(reader)) return;
   }
 }
 
-void Transport::park_if_surplus(Reader& reader) {
+void Transport::pause_if_surplus(Reader& reader) {
   if (allowed_.load(std::memory_order_relaxed) >= reader_limit_) return;
   {
     const std::lock_guard lock(mutex_);
     if (active_ <= allowed_.load() || stopping_.load()) return;
     --active_;
-    parked_.push_back(&reader);
+    idle_.push_back(&reader);
   }
   if (std::exchange(reader.bulk, false)) busy_.fetch_sub(kBulk, std::memory_order_relaxed);
   reader.wake.acquire();  // by allow_one_more(), which has counted this reader as active again, or stop()
@@ -245,9 +245,9 @@ void Transport::allow_one_more() {
     const std::lock_guard lock(mutex_);
     if (stopping_.load() || active_ >= reader_limit_) return;
     allowed_.store(std::max(allowed_.load(), active_ + 1));
-    if (!parked_.empty()) {
-      Reader* reader = parked_.back();
-      parked_.pop_back();
+    if (!idle_.empty()) {
+      Reader* reader = idle_.back();
+      idle_.pop_back();
       ++active_;
       reader->wake.release();
       return;

@@ -121,7 +121,7 @@ class Transport {
   // Until a request is there, the time is up, or another reader sleeps in read().
   void spin_for_request(std::chrono::steady_clock::time_point until);
   void serve(Reader& reader, const PayloadMemory& memory, std::size_t bytes);
-  void park_if_surplus(Reader& reader);
+  void pause_if_surplus(Reader& reader);
   void allow_one_more();
   // The watcher's check.
   Worker::Clock::time_point watch();
@@ -162,8 +162,8 @@ class Transport {
   // Guards the lists below; nothing is called under it.
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Reader>> readers_;
-  std::vector<Reader*> parked_;  // the last one has slept for the shortest time, so its memory is the warmest
-  std::size_t active_ = 0;       // readers that are not parked
+  std::vector<Reader*> idle_;  // the last one has slept for the shortest time, so its memory is the warmest
+  std::size_t active_ = 0;     // readers that are not idle
 
   Worker watcher_{"gpufs-watch", [this] { return watch(); }};
   // Used by the watcher alone.

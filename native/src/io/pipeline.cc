@@ -200,6 +200,13 @@ void Pipeline::store(const Work& work) {
       copies.push_back({piece.address, slot.memory + (piece.offset - start), piece.bytes});
     }
   }
+  if (slot.pin.device != &device_) {  // in the host tier: the batches' streams are not of that device
+    for (const HostCopy& copy : copies) {
+      Status copied = slot.pin.device->device().copy_out(copy.host, copy.device, copy.bytes);
+      if (!copied.ok()) return finish(slot, copied);
+    }
+    copies.clear();
+  }
   submit(slot, copies);  // finish() calls write_file()
 }
 
@@ -292,6 +299,11 @@ Pipeline::FastOutcome Pipeline::move_by_vendor(Work& work) {
   drain();  // pinning may wait for pins that this thread holds
   const Result<TransferTarget::Pin> pinned = memory_.pin(work.chunk.offset, work.chunk.bytes);
   if (!pinned.ok()) return {pinned.status()};
+  if (pinned.value().device != &device_) {  // the contents have left the device since the start
+    transfer_.give_up_fastpath(Status(EOPNOTSUPP, "the file is in the host's memory"), mask_of(Refusal::kMemoryKind));
+    if (transfer_.may_change_path()) return {Status{}, true};
+    return {Status(EOPNOTSUPP, "fastpath alone is allowed but refused: memory_kind")};
+  }
   const BackingFacts& known = file_.facts();
   for (const TransferTarget::Piece& piece : pinned.value().pieces) {
     if (piece.address == 0) {

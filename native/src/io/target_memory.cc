@@ -155,20 +155,18 @@ bool TargetMemory::in_use() const {
 }
 
 void TargetMemory::release() {
-  std::shared_ptr<TransferTarget> dropped;  // destroyed without the lock, as the next two
-  std::shared_ptr<TransferTarget> counted;
+  std::shared_ptr<TransferTarget> dropped;  // destroyed without the lock, as the next
   std::shared_ptr<const ExtentBuffer::Claim> claim;
   const std::lock_guard lock(mutex_);
   closed_ = true;
   if (accesses_ > 0) return;
   dropped = std::move(target_);
-  counted = std::move(counted_);
   claim = std::move(claim_);
 }
 
 void TargetMemory::note(observe::Backend backend, observe::Flow flow, std::uint64_t bytes) const {
   const std::lock_guard lock(mutex_);
-  if (counted_ != nullptr) counted_->activity().note(backend, flow, bytes);
+  if (target_ != nullptr) target_->activity().note(backend, flow, bytes);
 }
 
 }  // namespace gpufs

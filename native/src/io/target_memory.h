@@ -19,11 +19,10 @@ namespace gpufs {
 // Offsets are relative to the request.
 class TargetMemory {
  public:
-  // counted: as in the request. smallest_step: allocating less than this ahead of a load is not worth a call.
-  TargetMemory(std::shared_ptr<TransferTarget> target, std::shared_ptr<TransferTarget> counted,
-               std::uint64_t target_offset, Direction direction, std::uint64_t smallest_step)
+  // smallest_step: allocating less than this ahead of a load is not worth a call.
+  TargetMemory(std::shared_ptr<TransferTarget> target, std::uint64_t target_offset, Direction direction,
+               std::uint64_t smallest_step)
       : target_(std::move(target)),
-        counted_(counted != nullptr ? std::move(counted) : target_),
         growing_(target_->growing()),
         load_(direction == Direction::kLoad),
         offset_(target_offset),
@@ -74,9 +73,8 @@ class TargetMemory {
   Status allocate_data(std::uint64_t start, std::uint64_t end);
   [[nodiscard]] std::uint64_t next_step_locked() const;
 
-  std::shared_ptr<TransferTarget> target_;   // null once released
-  std::shared_ptr<TransferTarget> counted_;  // likewise
-  ExtentBuffer* const growing_;              // TransferTarget::growing()
+  std::shared_ptr<TransferTarget> target_;  // null once released
+  ExtentBuffer* const growing_;             // TransferTarget::growing()
   const bool load_;
   const std::uint64_t offset_;
   const std::uint64_t smallest_step_;

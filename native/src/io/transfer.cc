@@ -57,7 +57,7 @@ class ProgramMemory final : public TransferTarget {
   [[nodiscard]] std::uint64_t limit() const override { return bytes_; }
   [[nodiscard]] DeviceAddress address() const override { return address_; }
   Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) override {
-    return Pin{{{{offset, bytes}, address_ + offset}}, nullptr};
+    return Pin{{{{offset, bytes}, address_ + offset}}, nullptr, device_.get()};
   }
   Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait) override {
     return pin_for_read(offset, bytes, wait);
@@ -84,8 +84,8 @@ Transfer::Transfer(std::shared_ptr<TransferEngine> engine, std::shared_ptr<Sched
       scheduler_(std::move(scheduler)),
       facts_(facts_of(request)),
       queued_(observe::now_ns()),
-      memory_(std::exchange(facts_.request.target, nullptr), std::exchange(facts_.request.counted, nullptr),
-              request.target_offset, request.direction, engine_->options().chunk_bytes),
+      memory_(std::exchange(facts_.request.target, nullptr), request.target_offset, request.direction,
+              engine_->options().chunk_bytes),
       store_file_(*request.file, request.file_offset) {
   facts_.counters.begin(observe::Backend::kTransfer, facts_.flow);
 }
@@ -275,7 +275,7 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
   wanted.fallback = fallback_allowed();
   wanted.chunk_bytes = options().chunk_bytes;
   Device& device = facts_.device->device();
-  const bool reached = target.address() == 0 ? device.info().files_reach_memory : device.holds(address);
+  const bool reached = target.address() == 0 ? target.residence()->info().files_reach_memory : device.holds(address);
   if (!reached) wanted.vendor_refusals |= mask_of(Refusal::kMemoryKind);
   RefusalMask refusals = 0;
   Result<Plan> plan = Plan::make(wanted, &refusals);

@@ -39,7 +39,6 @@ struct TransferRequest {
   Direction direction = Direction::kLoad;
   std::shared_ptr<BackingFile> file;
   std::shared_ptr<TransferTarget> target;
-  std::shared_ptr<TransferTarget> counted;  // notes the bytes that are moved; null: the target does
   std::uint64_t file_offset = 0;
   std::uint64_t target_offset = 0;
   std::uint64_t bytes = kToTheEnd;
@@ -91,7 +90,7 @@ struct ChunkProgress {
 
 // The facts for the threads that move a transfer's bytes; constant while they do.
 struct TransferFacts {
-  TransferRequest request;  // its target and `counted` are in the TargetMemory
+  TransferRequest request;  // its target is in the TargetMemory
   const std::shared_ptr<DeviceContext> device;
   const observe::DeviceCounters& counters;  // the device's
   observe::TransferDetails& details;

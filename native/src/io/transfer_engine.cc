@@ -105,12 +105,6 @@ std::shared_ptr<Scheduler> TransferEngine::scheduler_for(int node) {
 
 Result<std::shared_ptr<Transfer>> TransferEngine::start(TransferRequest request) {
   TRY(check(request));
-  if (request.direction == Direction::kStore && request.target->growing() != nullptr) {
-    // Contents that are parked are read where they are.
-    if (std::shared_ptr<TransferTarget> parked = request.target->growing()->parked()) {
-      request.counted = std::exchange(request.target, std::move(parked));
-    }
-  }
   const std::shared_ptr<Scheduler> scheduler = scheduler_for(request.target->device()->info().numa_node);
   auto transfer = std::make_shared<Transfer>(shared_from_this(), scheduler, request);
   if (request.bytes == 0 && request.sync == SyncMode::kNone) {

@@ -33,7 +33,7 @@ namespace gpufs::journal {
 class Journal {
  public:
   // A journal of another format is refused.
-  static constexpr std::uint32_t kFormat = 4;
+  static constexpr std::uint32_t kFormat = 5;
   // The most that one value may have.
   static constexpr std::size_t kMaximumBytes = (std::size_t{16} << 20) - 64;
 
@@ -137,7 +137,7 @@ class Journal {
   std::byte* base_ = nullptr;  // of a mapping that reaches beyond the file, so that it never moves
   std::atomic<std::uint64_t> last_order_{0};
 
-  mutable std::mutex mutex_;  // guards all below; order of locks: docs/design/requests.md#locks
+  mutable std::mutex mutex_;  // guards all below; order 9 of docs/design/requests.md#locks
   std::map<Key, Entry> entries_;
   std::map<std::uint64_t, Key> removed_;    // the removed entries, by order
   std::multiset<std::uint64_t> under_way_;  // when the transactions began
@@ -190,7 +190,7 @@ class Numbers {
   Journal* const journal_;
   const NumbersOf of_;
   std::atomic<std::uint64_t> next_;
-  std::mutex mutex_;                     // held while the journal gets a record
+  std::mutex mutex_;  // held while the journal gets a record; order 8 of docs/design/requests.md#locks
   std::atomic<std::uint64_t> reserved_;  // the journal's record: a new process begins here
 };
 

@@ -101,7 +101,7 @@ class KeeperLink {
   std::atomic<State> state_ = State::kHeld;  // changes with the lock
   std::atomic<int> error_ = 0;               // the last one
 
-  std::mutex mutex_;  // guards all below; order of locks: docs/design/requests.md#locks
+  std::mutex mutex_;  // guards all below; order 9 of docs/design/requests.md#locks
   std::condition_variable changed_;
   Process keeper_;  // the socket's number never changes
   std::map<std::uint64_t, int> held_;

@@ -1,6 +1,6 @@
 // Accounts of device memory and of addresses, with limits, and what a buffer charges to them.
 // Ownership: accounts are shared by whoever sets their limits and the buffers that charge them.
-// Thread-safe. The mutexes are leaves.
+// Thread-safe.
 #pragma once
 
 #include <sys/types.h>
@@ -74,7 +74,7 @@ class AddressSpace : public std::enable_shared_from_this<AddressSpace> {
   void add(Share& share, std::uint64_t bytes, std::uint64_t descriptors);
 
   const std::uint64_t most_descriptors_;
-  std::mutex mutex_;  // guards all below, and what it says in the shares
+  std::mutex mutex_;  // guards all below, and what it says in the shares; order 9 of docs/design/requests.md#locks
   std::uint64_t used_ = 0;
   std::uint64_t plain_used_ = 0;
   std::uint64_t descriptors_ = 0;
@@ -137,7 +137,7 @@ class Charge {
   // The owner's share; null without an owner.
   [[nodiscard]] AddressSpace::Share* share_locked() const;
 
-  mutable std::mutex mutex_;  // guards all below
+  mutable std::mutex mutex_;  // guards all below; order 9 of docs/design/requests.md#locks
   Accounts accounts_;
   std::uint64_t bytes_ = 0;
   std::uint64_t address_bytes_ = 0;  // counted to the owner, as the next

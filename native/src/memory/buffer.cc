@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "device/device_context.h"
-#include "memory/extent_buffer.h"
 #include "observe/counters.h"
 #include "observe/trace.h"
 
@@ -46,10 +45,6 @@ Status copy_between(const DeviceContext& to, DeviceAddress destination, const De
 
 Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_offset, std::uint64_t offset,
                                         std::uint64_t bytes, const std::atomic<bool>* cancelled, Wait wait) {
-  if (const ExtentBuffer* const own = source.growing(); own != nullptr && own != this) {
-    const std::shared_ptr<Buffer> parked = own->parked();
-    if (parked != nullptr) return copy_from(*parked, source_offset, offset, bytes, cancelled, wait);
-  }
   const std::uint64_t source_size = source.size();
   if (source_offset >= source_size || bytes == 0) return std::uint64_t{0};
   bytes = std::min(bytes, source_size - source_offset);
@@ -59,8 +54,8 @@ Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_off
   }
   const observe::Span span(observe::TraceKind::kBufferCopy, device()->info().index, offset, bytes);
   // Counted at both ends, which are often of one device.
-  observe::ScopedOperationCount taken(source.device()->counters(), observe::Backend::kDeviceCopy,
-                                      observe::Flow::kFromDevice);
+  const std::shared_ptr<DeviceContext> from = source.residence();
+  observe::ScopedOperationCount taken(from->counters(), observe::Backend::kDeviceCopy, observe::Flow::kFromDevice);
   observe::ScopedOperationCount given(device()->counters(), observe::Backend::kDeviceCopy, observe::Flow::kToDevice);
   std::uint64_t done = 0;
   Status status = copy_chunks(source, source_offset, offset, bytes, cancelled, wait, &done, [&] {
@@ -75,12 +70,11 @@ Result<std::uint64_t> Buffer::copy_from(Buffer& source, std::uint64_t source_off
   return done;
 }
 
-Status Buffer::copy_pieces(DeviceAddress destination, const Buffer& source, const std::vector<Piece>& pieces,
-                           std::uint64_t* copied) const {
+Status Buffer::copy_pinned(DeviceAddress destination, const Pin& source, std::uint64_t* copied) const {
   const DeviceContext& to = *device();
-  for (const Piece& piece : pieces) {
+  for (const Piece& piece : source.pieces) {
     TRY(piece.address == 0 ? to.device().zero(destination + *copied, piece.bytes)
-                           : copy_between(to, destination + *copied, *source.device(), piece.address, piece.bytes));
+                           : copy_between(to, destination + *copied, *source.device, piece.address, piece.bytes));
     *copied += piece.bytes;
   }
   return {};

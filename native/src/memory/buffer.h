@@ -116,16 +116,16 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
   [[nodiscard]] virtual std::uint64_t bytes_parked() const { return 0; }
 
   // Who pays for bytes_held().
-  [[nodiscard]] Charge& charge() { return charge_; }
+  [[nodiscard]] Charge& charge() { return *charge_; }
 
  protected:
   static Status fixed_size();  // EPERM
   Status refuse_change();      // fixed_size(), or ESTALE
-  // Copies pieces of the source, or zeros for holes, one after the other to `destination` on this buffer's device.
+  // Copies what is pinned, or zeros for holes, one piece after the other to `destination` on this buffer's device.
   // Synchronous, by the shortest way that the devices have. *copied: the bytes, also after a failure. The caller holds
   // both memories.
-  Status copy_pieces(DeviceAddress destination, const Buffer& source, const std::vector<Piece>& pieces,
-                     std::uint64_t* copied) const;
+  Status copy_pinned(DeviceAddress destination, const Pin& source, std::uint64_t* copied) const;
+  [[nodiscard]] const std::shared_ptr<Charge>& shared_charge() const { return charge_; }
 
  private:
   // Whether a copy may write there; *bytes: as many as may be.
@@ -136,7 +136,7 @@ class Buffer : public TransferTarget, public std::enable_shared_from_this<Buffer
                              const std::atomic<bool>* cancelled, Wait wait, std::uint64_t* done,
                              const std::function<void()>& advanced) = 0;
 
-  Charge charge_;
+  const std::shared_ptr<Charge> charge_ = std::make_shared<Charge>();
 };
 
 }  // namespace gpufs

@@ -16,25 +16,31 @@ namespace gpufs {
 // Where the CPU can address the memory, what costs is the memory and not the call.
 ExtentBuffer::ExtentBuffer(std::shared_ptr<DeviceContext> device, bool preallocates)
     : context_(std::move(device)),
-      granule_(context_->info().granule),
-      preallocates_(preallocates && !context_->info().cpu_addressable && !context_->info().reserve_copies) {
+      preallocates_(preallocates && !context_->info().cpu_addressable && !context_->info().reserve_copies),
+      here_(std::make_shared<Residence>(context_, shared_charge())) {
   snapshot_ = make_empty_snapshot();
 }
 
 ExtentBuffer::~ExtentBuffer() {
   snapshot_.reset();
-  range_.reset();
-  memory_.reset();
-  context_->releases().unlist_trimmable(this);
-  charge().settle(0);
-  if (own_held_ > 0) context_->released(own_held_);
+  here_->device->releases().unlist_trimmable(this);
+}
+
+Residence::~Residence() {
+  range.reset();
+  memory.reset();
+  charge->settle(0);
+  charge->settle_descriptors(0);
+  if (held > 0) device->released(held);
 }
 
 // ---- snapshots ----
 
-ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, std::uint64_t number,
-                                 Extents existing, std::uint64_t first)
+ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<DeviceContext> where,
+                                 std::shared_ptr<AddressRange> own, std::uint64_t number, Extents existing,
+                                 std::uint64_t first)
     : owner(buffer),
+      device(std::move(where)),
       range(std::move(own)),
       memory(number),
       base(range ? range->base() : 0),
@@ -46,6 +52,7 @@ ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRa
 
 ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small)
     : owner(buffer),
+      device(buffer.here_->device),
       slot(std::move(small)),
       memory(slot->memory),
       base(slot->address),
@@ -136,6 +143,7 @@ Buffer::Pin ExtentBuffer::pin(ReadPin held) {
     std::shared_ptr<Buffer> buffer;  // destroyed after the pin
     ReadPin held;
   };
+  pin.device = held.snapshot->device.get();
   pin.keep = std::make_shared<Kept>(Kept{shared_from_this(), std::move(held)});
   return pin;
 }
@@ -152,11 +160,6 @@ Status ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, Rea
   touch();
   std::unique_lock lock(state_mutex_);
   for (;; state_changed_.wait(lock)) {
-    while (parked_ != nullptr) {
-      lock.unlock();
-      TRY(bring_back(wait));
-      lock.lock();
-    }
     const std::uint64_t size = size_.load(std::memory_order_relaxed);
     const std::uint64_t end = offset >= size ? offset : offset + std::min(bytes, size - offset);
     const Extent range = placed(offset, end);
@@ -171,7 +174,7 @@ Status ExtentBuffer::acquire_read(std::uint64_t offset, std::uint64_t bytes, Rea
 
 bool ExtentBuffer::try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held) {
   const Extent range = placed(offset, end);
-  if (range.end() > write_limit_ || shift_.step != 0 || parked_ != nullptr) return false;
+  if (range.end() > write_limit_ || shift_.step != 0) return false;
   if (range.end() > gate_.offset && gate_.end() > range.offset) return false;
   if (!covered(snapshot_->extents, range.offset, range.end())) return false;
   writers_.push_back(held);
@@ -185,22 +188,16 @@ Status ExtentBuffer::acquire_write(std::uint64_t offset, std::uint64_t end, Writ
   touch();
   {
     const std::lock_guard lock(state_mutex_);
-    if (try_write_locked(offset, end, held)) return {};
+    if (at_home() && try_write_locked(offset, end, held)) return {};
   }
-  return retry_when_full(
-      offset, end,
-      [&]() -> Status {
-        const std::unique_lock mutation = lock_mutation(how.wait);
-        if (!mutation) return would_wait();
-        TRY(unpark(how.wait));
-        const Extent range = placed(offset, end);
-        TRY(ensure(range.offset, range.end(), how));
-        const std::lock_guard lock(state_mutex_);
-        // Only the holder of the mutation's mutex can take it away again or close the way.
-        if (!try_write_locked(offset, end, held)) return Status(EIO, "memory that was just populated is not there");
-        return {};
-      },
-      how.wait);
+  return change_at_home(offset, end, how, [&]() -> Status {
+    const Extent range = placed(offset, end);
+    TRY(ensure(range.offset, range.end(), how));
+    const std::lock_guard lock(state_mutex_);
+    // Only the holder of the mutation's mutex can take it away again or close the way.
+    if (!try_write_locked(offset, end, held)) return Status(EIO, "memory that was just populated is not there");
+    return {};
+  });
 }
 
 Status ExtentBuffer::check_end(std::uint64_t offset, std::uint64_t bytes, std::uint64_t* end) {
@@ -225,7 +222,7 @@ Result<Buffer::Pin> ExtentBuffer::pin_for_write(std::uint64_t offset, std::uint6
   };
   const auto kept = std::make_shared<Kept>();
   kept->buffer = shared_from_this();
-  Pin pin{{}, kept};
+  Pin pin{{}, kept, context_.get()};
   if (bytes != 0) {
     TRY(acquire_write(offset, end, &kept->held, {.wait = wait}));
     pin.pieces.push_back({{offset, bytes}, kept->held.address()});
@@ -256,12 +253,11 @@ bool ExtentBuffer::publish(std::uint64_t end, const Claim* since) {
 // ---- copies by the calling thread ----
 
 Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) {
-  if (const std::shared_ptr<Buffer> held = parked()) return held->read(offset, destination, wait);
   ReadPin held;
   TRY(acquire_read(offset, destination.size(), &held, wait));
   Status status = for_each_piece(held, [&](const Piece& piece) {
     std::byte* const out = destination.data() + (piece.offset - offset);
-    if (piece.address != 0) return context_->device().copy_out(out, piece.address, piece.bytes);
+    if (piece.address != 0) return held.snapshot->device->device().copy_out(out, piece.address, piece.bytes);
     std::memset(out, 0, piece.bytes);
     return Status();
   });
@@ -278,15 +274,9 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
   TRY(turn.take(wait));
   {
     WritePin held;
-    status = acquire_write(offset, end, &held, {.speculative = true, .wait = wait});
-    if (lacks_memory(status.error())) {
-      const std::lock_guard mutation(mutation_mutex_);
-      if (parked_ == nullptr) return status;
-      TRY(change_parked([&](ExtentBuffer& there) { return there.write(offset, source, wait).status(); }));
-      return source.size();
-    }
+    status = acquire_write(offset, end, &held, {.speculative = true, .wait = wait, .anywhere = true});
     if (!status.ok()) return status;
-    status = context_->device().copy_in(held.address(), source.data(), source.size());
+    status = held.device().copy_in(held.address(), source.data(), source.size());
     if (status.ok()) {
       publish(end);
       return source.size();
@@ -299,7 +289,6 @@ Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const st
 
 Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_t bytes, Wait wait) {
   if (!context_->info().cpu_addressable) return Status(EOPNOTSUPP, "the CPU cannot address this device's memory");
-  if (const std::shared_ptr<Buffer> held = parked()) return held->gather(offset, bytes, wait);
   ReadPin held;
   TRY(acquire_read(offset, bytes, &held, wait));
   Pin pinned = pin(std::move(held));
@@ -324,16 +313,13 @@ Result<Buffer::Gathered> ExtentBuffer::gather(std::uint64_t offset, std::uint64_
 // ---- where data is ----
 
 // Regardless of the gate: the memory itself is not used.
-ExtentBuffer::ReadPin ExtentBuffer::whole(std::shared_ptr<Buffer>* parked) const {
+ExtentBuffer::ReadPin ExtentBuffer::whole() const {
   const std::lock_guard lock(state_mutex_);
-  *parked = parked_;
   return {snapshot_, 0, size_.load(std::memory_order_relaxed)};
 }
 
 Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
-  std::shared_ptr<Buffer> held;
-  const ReadPin all = whole(&held);
-  if (held != nullptr) return held->seek_data(offset);
+  const ReadPin all = whole();
   const std::uint64_t first = all.snapshot->placement;
   const auto extent = first_above(all.snapshot->extents, first + offset);
   if (offset < all.end && extent != all.snapshot->extents.end()) {
@@ -344,9 +330,7 @@ Result<std::uint64_t> ExtentBuffer::seek_data(std::uint64_t offset) {
 }
 
 Result<std::uint64_t> ExtentBuffer::seek_hole(std::uint64_t offset) {
-  std::shared_ptr<Buffer> held;
-  const ReadPin all = whole(&held);
-  if (held != nullptr) return held->seek_hole(offset);
+  const ReadPin all = whole();
   if (offset >= all.end) return Status(ENXIO, "the offset is not below the end");
   const std::uint64_t first = all.snapshot->placement;
   const auto extent = first_above(all.snapshot->extents, first + offset);

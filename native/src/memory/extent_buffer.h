@@ -1,5 +1,6 @@
 // The Buffer: published snapshots of a range and its extents, and one change of them at a time. A file that is small
-// enough lives in a slot of its device's slabs until it grows.
+// enough lives in a slot of its device's slabs until it grows. Large contents that nobody needs on their device may lie
+// in the host tier (extent_buffer_park.cc). All functions work where the contents are, except those that name the home.
 // Ownership and threads: as Buffer.
 //
 // How readers and writers avoid waiting for each other:
@@ -18,8 +19,8 @@
 // list or a limit says is in positions, as all that the driver is asked for. The placement is the snapshot's: it
 // changes only under both mutexes, while nobody uses the memory (extent_buffer_placement.cc).
 //
-// One list, ahead_, has the memory that was taken before the contents needed it. Growth adds to it, and fallocate(2)
-// removes from it what it asked for. trim() releases all of it that no contents, no pin for writing and no
+// One list, Residence::ahead, has the memory that was taken before the contents needed it. Growth adds to it, and
+// fallocate(2) removes from it what it asked for. trim() releases all of it that no contents, no pin for writing and no
 // claim have reached.
 //
 // Invariant: where no write is in progress, the bytes above size() in memory that exists are zeros.
@@ -58,10 +59,27 @@ struct KeptContents {
   Extents extents;           // of others: whole granules
   std::uint64_t placement = 0;
   Shift shift;
-  // Whether all of this is said of the host tier's memory, to which the contents are parked; and the placement that
-  // they have on their device when they are back.
-  bool parked = false;
-  std::uint64_t own_placement = 0;
+  std::int32_t device = 0;  // whose memory it is: the buffer's own, or the host tier
+};
+
+// The memory that a buffer has on one device, and who pays for it there. Changed only by that buffer, under its
+// mutation_mutex_. Destroyed, its memory is free and charged no more.
+struct Residence {
+  Residence(std::shared_ptr<DeviceContext> where, std::shared_ptr<Charge> payers)
+      : device(std::move(where)), charge(std::move(payers)) {}
+  ~Residence();
+  Residence(const Residence&) = delete;
+  Residence& operator=(const Residence&) = delete;
+
+  const std::shared_ptr<DeviceContext> device;
+  const std::shared_ptr<Charge> charge;
+  std::unique_ptr<DeviceMemory> memory;  // null until the file needs memory of its own
+  std::shared_ptr<AddressRange> range;   // the current one of `memory`
+  // Memory taken ahead of the contents: what is above the size, unless allocate() asked for it, and at any offset what
+  // was preallocated and is in no snapshot. The next growth removes what the contents have reached. While a file is in
+  // a slot: its first granule, unless allocate() asked for that.
+  Extents ahead;
+  std::uint64_t held = 0;  // bytes of `memory`, as counted in the device's context
 };
 
 class ExtentBuffer : public Buffer {
@@ -78,6 +96,7 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t bytes_held() const override { return held_.load(std::memory_order_acquire); }
   [[nodiscard]] std::uint64_t limit() const override { return kMaximumBytes; }
   [[nodiscard]] std::uint64_t placement() const override { return current()->placement; }
+  [[nodiscard]] std::shared_ptr<DeviceContext> residence() const override { return current()->device; }
   [[nodiscard]] ExtentBuffer* growing() override { return this; }
 
   Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) override;
@@ -132,30 +151,31 @@ class ExtentBuffer : public Buffer {
 
   [[nodiscard]] KeptContents kept() const;
   // Gives a new buffer the contents of one of the last process, before anybody else has it. Those in slots: after
-  // SlabPool::restore(). host: the host tier, null without one.
-  Status restore(const KeptContents& contents, const std::shared_ptr<DeviceContext>& host = nullptr);
+  // SlabPool::restore(). where: the device that has their memory.
+  Status restore(const KeptContents& contents, const std::shared_ptr<DeviceContext>& where);
   // After restore() and watch(): completes a shift that the last process had begun.
   Status complete_shift();
 
   struct Watcher {
     // Called whenever the contents have moved, and before memory where they were is used for anything else.
     std::function<void()> moved = [] {};
-    // Gets what the host tier held of contents that are back, to free it: that takes as long as an eighth of the copy.
-    std::function<void(std::shared_ptr<Buffer>)> freed = [](const std::shared_ptr<Buffer>&) {};
+    // Gets the memory of the host tier that the contents have left, to free it: that takes as long as an eighth of the
+    // copy.
+    std::function<void(std::shared_ptr<Residence>)> freed = [](const std::shared_ptr<Residence>&) {};
   };
   // Once, before the buffer is shared.
   void watch(Watcher watcher) { watcher_ = std::move(watcher); }
 
   // ---- parking: see extent_buffer_park.cc ----
 
-  // Moves the contents to the host tier, where `payer` is charged for them; the device's memory is free on return.
+  // Moves the contents to the host tier, where `payer` is charged for them; the device's memory is free on return, or
+  // with the last reader.
   // False: they stay, being too small for memory of their own. EBUSY: somebody has a lease on them, or writes. ENOSPC,
   // EDQUOT: the host tier is full, or a limit is reached.
   Result<bool> park(const std::shared_ptr<DeviceContext>& host, std::shared_ptr<Account> payer);
   // Moves them back, as every call does that needs them on the device. ENOSPC, EDQUOT: the device is full.
   Status bring_back(Wait wait);
-  // The contents in the host's memory; null: they are not parked.
-  [[nodiscard]] std::shared_ptr<Buffer> parked() const;
+  // Another user pays for what is in the host tier.
   void charge_parked_to(std::shared_ptr<Account> payer);
   // Whether somebody has a lease on the memory.
   [[nodiscard]] bool leased() const;
@@ -173,14 +193,15 @@ class ExtentBuffer : public Buffer {
 
   // What exists, at which addresses. Immutable. The buffer counts its snapshots, to know when the old ones are gone.
   struct Snapshot {
-    Snapshot(ExtentBuffer& buffer, std::shared_ptr<AddressRange> own, std::uint64_t number, Extents existing,
-             std::uint64_t first);
+    Snapshot(ExtentBuffer& buffer, std::shared_ptr<DeviceContext> where, std::shared_ptr<AddressRange> own,
+             std::uint64_t number, Extents existing, std::uint64_t first);
     Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small);
     ~Snapshot();
     Snapshot(const Snapshot&) = delete;
     Snapshot& operator=(const Snapshot&) = delete;
 
     ExtentBuffer& owner;
+    const std::shared_ptr<DeviceContext> device;
     std::shared_ptr<AddressRange> range;         // of the buffer's own memory; null without any
     std::shared_ptr<const SlabPool::Slot> slot;  // of a small file
     const std::uint64_t memory;                  // its number, or that of the slabs
@@ -204,6 +225,7 @@ class ExtentBuffer : public Buffer {
     WritePin(const WritePin&) = delete;
     WritePin& operator=(const WritePin&) = delete;
     [[nodiscard]] DeviceAddress address() const { return snapshot_->base + range_.offset; }  // of the first byte
+    [[nodiscard]] Device& device() const { return snapshot_->device->device(); }
 
    private:
     friend class ExtentBuffer;
@@ -257,25 +279,28 @@ class ExtentBuffer : public Buffer {
   struct Growth {
     bool speculative = false;  // the file is likely to go on growing, so memory may be preallocated
     Wait wait = Wait::kAllowed;
+    bool anywhere = false;  // not only at home, if that lacks memory
   };
   Status acquire_write(std::uint64_t offset, std::uint64_t end, WritePin* held, Growth how);
   [[nodiscard]] bool try_write_locked(std::uint64_t offset, std::uint64_t end, WritePin* held);
-  // *parked: the contents in the host's memory, if they are there.
-  ReadPin whole(std::shared_ptr<Buffer>* parked) const;
+  ReadPin whole() const;
   // Nothing lies above this position, neither published nor being written.
   [[nodiscard]] std::uint64_t highest_locked() const;
   [[nodiscard]] SnapshotPointer current() const;
 
   // ---- extent_buffer_memory.cc: what takes memory. All need mutation_mutex_, except the first three. ----
   // Calls attempt(), which takes mutation_mutex_ itself, and again whenever it fails with ENOSPC or EDQUOT and others
-  // have released memory since. [offset, end) is what needs the memory: files are parked only if that can be enough.
-  // The caller holds no lock and no pin.
-  Status retry_when_full(std::uint64_t offset, std::uint64_t end, const std::function<Status()>& attempt,
-                         Wait wait = Wait::kAllowed);
-  // How much memory of the device a part of the file lacks; all of the file, if it is parked.
+  // have released memory of the device since. payers: whose it needs. [offset, end) is what needs the memory: files are
+  // parked only if that can be enough. The caller holds no lock and no pin.
+  Status retry_when_full(DeviceContext& device, const Charge& payers, std::uint64_t offset, std::uint64_t end,
+                         const std::function<Status()>& attempt, Wait wait = Wait::kAllowed);
+  // The same for a change at home: change() runs with mutation_mutex_ held, once the contents are there. Or where they
+  // are, with how.anywhere, if the home lacks memory.
+  Status change_at_home(std::uint64_t offset, std::uint64_t end, Growth how, const std::function<Status()>& change);
+  // How much memory of the home a part of the file lacks; all of the file, if it is elsewhere.
   [[nodiscard]] std::uint64_t missing_bytes(std::uint64_t offset, std::uint64_t end) const;
-  // of_our_accounts: only from buffers that charge the same account.
-  bool reclaim(std::uint64_t releases_before, bool of_our_accounts);
+  // payers: only from buffers that charge an account of theirs; null: from all.
+  static bool reclaim(DeviceContext& device, std::uint64_t releases_before, const Charge* payers);
   [[nodiscard]] std::weak_ptr<ExtentBuffer> owner() {
     return std::static_pointer_cast<ExtentBuffer>(shared_from_this());
   }
@@ -286,15 +311,16 @@ class ExtentBuffer : public Buffer {
   void replace(SnapshotPointer next);
   // What the snapshot shows of the buffer's own memory: nothing of a slot.
   [[nodiscard]] Extents own() const;
-  // The part of ahead_ that no snapshot shows: the file has holes there.
+  // The part of Residence::ahead that no snapshot shows: the file has holes there.
   [[nodiscard]] Extents hidden() const;
-  // The part of ahead_ that the contents have not reached: what is hidden, and what is above the size.
+  // The part of Residence::ahead that the contents have not reached: what is hidden, and what is above the size.
   [[nodiscard]] Extents unreached() const;
-  void account();  // after each change of the snapshot or of ahead_
+  void account();  // after each change of the snapshot or of Residence::ahead
   // Takes memory of the device and charges it. replaced: bytes that are released in exchange.
   Status take(const Extents& missing, Wait wait, std::uint64_t replaced = 0);
   Status ensure(std::uint64_t offset, std::uint64_t end, Growth how);
-  Status ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait);
+  // Moves there what is in another slot, if there is one.
+  Status enter_slot(std::shared_ptr<const SlabPool::Slot> slot, Wait wait);
   // Memory of the buffer's own over the granules of [offset, end), which may be empty, and over what is in a slot, in
   // a range of at least reserve_end bytes.
   Status ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, Growth how);
@@ -313,7 +339,7 @@ class ExtentBuffer : public Buffer {
   // What releases memory. All need mutation_mutex_.
   // end: the position behind what stays.
   Status shrink(std::uint64_t end, std::uint64_t highest, Exclusion* exclusion);
-  // The part of ahead_ that trim() may release. Needs state_mutex_, too.
+  // The part of Residence::ahead that trim() may release. Needs state_mutex_, too.
   [[nodiscard]] Extents unused_locked() const;
   // What trim() does. False if somebody still uses memory that would move when the deadline is reached.
   bool release_unused(TimePoint deadline);
@@ -357,42 +383,40 @@ class ExtentBuffer : public Buffer {
   void take_placement(const Buffer& source);
 
   // ---- extent_buffer_park.cc. All need mutation_mutex_. ----
-  // Changes contents where they are parked. Without memory there they are parked no more.
-  Status change_parked(const std::function<Status(ExtentBuffer&)>& change);
-  // Once, before anybody changes them there.
-  void watch_parked();
-  // The contents are on the device when this returns OK. What takes or releases memory calls it first.
-  Status unpark(Wait wait);
+  // The only way in which contents come to another device: writers are stopped, the contents copied, the copy published
+  // and recorded. Returns the memory that they have left. A failure leaves them where they are. EBUSY: a lease is on
+  // them, or a load or a copy to here is in progress, which needs them at home.
+  Result<std::shared_ptr<Residence>> move_to(const std::shared_ptr<DeviceContext>& target,
+                                             std::shared_ptr<Charge> payers);
+  // The contents are at home when this returns OK.
+  Status come_home(Wait wait);
   // Of a new buffer that nobody else has; it takes the mutex itself.
   Status become_copy_of(ExtentBuffer& source);
-  // The memory goes that no snapshot shows any more.
-  void give_up_memory();
-  // The contents that are parked are not the file's any more.
-  void forget_parked();
+  // Shows `next`, which lies in the other residence, and returns the former one. Null: it is refused, see move_to().
+  std::shared_ptr<Residence> enter(std::shared_ptr<Residence> other, SnapshotPointer next);
+  // The memory that move_to() copies: not what is above the size.
+  [[nodiscard]] std::uint64_t contents_bytes() const;
+  // Needs one of the mutexes.
+  [[nodiscard]] bool at_home() const { return here_->device == context_; }
 
-  const std::shared_ptr<DeviceContext> context_;
-  const std::uint64_t granule_;
+  [[nodiscard]] std::uint64_t granule() const { return here_->device->info().granule; }
+
+  const std::shared_ptr<DeviceContext> context_;  // the home
   const bool preallocates_;
   Watcher watcher_;  // constant once the buffer is shared
 
-  // One change of the memory at a time, over calls of the driver. Order of locks: docs/design/requests.md#locks
+  // One change of the memory at a time, over calls of the driver. Order 3 of docs/design/requests.md#locks
   std::mutex mutation_mutex_;
-  // Guarded by mutation_mutex_:
-  std::unique_ptr<DeviceMemory> memory_;  // null until the file needs memory of its own
-  std::shared_ptr<AddressRange> range_;   // memory_'s current one
-  // Memory taken ahead of the contents: what is above the size, unless allocate() asked for it, and at any offset what
-  // was preallocated and is in no snapshot. The next growth removes what the contents have reached. While a file is in
-  // a slot: its first granule, unless allocate() asked for that.
-  Extents ahead_;
-  std::uint64_t own_held_ = 0;  // bytes of memory_, as counted in the device's context
-  bool overwritten_ = false;    // what is taken is about to be overwritten, and nobody else sees it
+  // Guarded by mutation_mutex_: what is taken is about to be overwritten, and nobody else sees it.
+  bool overwritten_ = false;
 
-  // Nothing that waits is called, and no snapshot destroyed, under it. Order of locks: docs/design/requests.md#locks
+  // Nothing that waits is called, and no snapshot destroyed, under it. Order 9 of docs/design/requests.md#locks
   mutable std::mutex state_mutex_;
   std::condition_variable state_changed_;  // a writer, a turn or a snapshot is gone, or the gate has opened
   // Guarded by state_mutex_. A buffer's extents are those of snapshot_, which only the holder of mutation_mutex_
-  // replaces.
-  SnapshotPointer snapshot_;                // never null
+  // replaces, as it does here_.
+  std::shared_ptr<Residence> here_;  // never null, as the next
+  SnapshotPointer snapshot_;
   std::uint64_t snapshots_ = 0;             // that exist, with those which only pins still hold
   std::vector<WritePin*> writers_;          // all pins for writing
   std::vector<const Turn*> turns_;          // of calls of write(), the oldest first
@@ -402,10 +426,7 @@ class ExtentBuffer : public Buffer {
   std::uint64_t shrinks_ = 0;               // begun so far
   Extent gate_;                             // the driver moves it, nobody may use it
   Shift shift_;                             // in progress, or ended by a failure: the contents cannot be used
-  // The contents, while they are parked; the snapshot is then empty, or what unpark() fills. As snapshot_, only the
-  // holder of mutation_mutex_ replaces it.
-  std::shared_ptr<ExtentBuffer> parked_;
-  std::list<Claim> claims_;  // that live
+  std::list<Claim> claims_;                 // that live
   // Atomics: read without a lock.
   std::atomic<std::uint64_t> size_{0};          // written under state_mutex_
   std::atomic<std::uint64_t> held_{0};          // written under mutation_mutex_

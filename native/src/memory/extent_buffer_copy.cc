@@ -30,7 +30,7 @@ bool ExtentBuffer::copies_briefly(const Buffer& source, std::uint64_t source_off
   // costs 0.25 to 1 ms, of the 4 ms that 8 GiB take (one H200, in a virtual machine).
   constexpr std::uint64_t kBrief = std::uint64_t{16} << 30;
   const std::uint64_t size = source.size();
-  return source.device() == context_ && source.bytes_parked() == 0 && !context_->info().cpu_addressable &&
+  return source.residence() == context_ && !context_->info().cpu_addressable &&
          std::min(bytes, size - std::min(size, source_offset)) <= kBrief;
 }
 
@@ -46,15 +46,15 @@ Status ExtentBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset, st
   // One call of copy_file_range(2) copies 2 GiB at most, so the rest of the source will likely follow. Where addresses
   // are memory, only what is certain counts.
   const std::uint64_t rest = source.size() - std::min(source.size(), source_offset);
-  // What is claimed is not parked from now on. What is parked comes back here: a hole of the source needs no memory,
-  // but may cover data.
+  // What is claimed is not parked from now on. What is in the host tier comes back here: a hole of the source needs no
+  // memory, but may cover data.
   std::shared_ptr<const Claim> claimed =
       claim({offset, context_->info().reserve_copies ? bytes : std::max(bytes, rest)});
-  if (parked() != nullptr) {
+  if (residence() != context_) {
     TRY(bring_back(wait));
   }
   if (offset == source_offset) take_placement(source);
-  const bool between_devices = &source.device()->device() != &context_->device();
+  const bool between_devices = &source.residence()->device() != &context_->device();
   const std::uint64_t largest = context_->info().cpu_addressable ? kCopyChunk : context_->copy_chunk_bytes();
   std::uint64_t chunk = between_devices ? std::min(kCopyChunk, largest) : largest;
   std::uint64_t next = chunk;
@@ -171,7 +171,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
       WritePin grown;
       TRY(acquire_write(offset, offset + bytes, &grown, {.wait = wait}));
     }
-    status = copy_pieces(target.address(), source, pinned.pieces, &copied);
+    status = copy_pinned(target.address(), pinned, &copied);
     if (copied > 0) publish(offset + copied);
     *done += copied;
   }

@@ -64,7 +64,7 @@ class ExtentBuffer::Exclusion {
     std::uint64_t start = kNoLimit;
     std::uint64_t end = 0;
     for (const Extent& extent : removed) {
-      const Extent span = buffer_.memory_->release_span(extent.offset, extent.bytes);
+      const Extent span = buffer_.here_->memory->release_span(extent.offset, extent.bytes);
       moves = moves || span.offset < extent.offset || span.end() > extent.end();
       start = std::min(start, span.offset);
       end = std::max(end, span.end());

@@ -53,12 +53,12 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
     return wanted_ && lacks_memory(status.error()) ? fix(most, std::nullopt) : status;
   }
   Status fix(std::uint64_t most, std::optional<std::uint64_t> placement) {
-    return buffer_->retry_when_full(0, writable_ ? std::min(most, buffer_->size()) : 0, [this, most, placement] {
-      const std::lock_guard mutation(buffer_->mutation_mutex_);
+    const std::uint64_t end = writable_ ? std::min(most, buffer_->size()) : 0;
+    return buffer_->change_at_home(0, end, {}, [this, most, placement] {
       std::uint64_t bytes = most;
       Status status = buffer_->fix_for_lease(writable_, exports_, placement, &bytes);
       if (!status.ok()) return status;
-      std::shared_ptr<AddressRange> range = bytes > 0 ? buffer_->range_ : nullptr;
+      std::shared_ptr<AddressRange> range = bytes > 0 ? buffer_->here_->range : nullptr;
       const std::lock_guard lock(buffer_->state_mutex_);
       if (!listed_) buffer_->leases_.push_back(this);
       listed_ = true;
@@ -73,7 +73,7 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
     const std::lock_guard mutation(buffer_->mutation_mutex_);
     const std::uint64_t end = bytes();
     if (end == 0) return std::vector<ExportedMemory>{};
-    return buffer_->memory_->export_memory(from, placement() + end, capacity, writable_);
+    return buffer_->here_->memory->export_memory(from, placement() + end, capacity, writable_);
   }
 
  private:
@@ -104,7 +104,6 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::optional<st
     TRY(context_->device().check_sharing());
   }
   if (shift_.step != 0) return torn();
-  TRY(unpark(Wait::kAllowed));
   (void)release_unused(TimePoint::max());  // it could not go back later
   const std::uint64_t size = std::min(this->size(), *bytes);
   *bytes = size;
@@ -120,7 +119,7 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::optional<st
     status = shift_to(*placement);
     if (!status.ok() && status.error() != EBUSY) return status;
   }
-  memory_->fix_in_place();
+  here_->memory->fix_in_place();
   return {};
 }
 
@@ -137,7 +136,7 @@ bool ExtentBuffer::leased() const {
 }
 
 void ExtentBuffer::unfix_unless_leased() {
-  if (memory_ != nullptr && !leased()) memory_->allow_moves();
+  if (here_->memory != nullptr && !leased()) here_->memory->allow_moves();
 }
 
 Status ExtentBuffer::check_leases_locked(const char* what, std::uint64_t offset) const {

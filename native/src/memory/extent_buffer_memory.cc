@@ -39,57 +39,79 @@ constexpr int kMostAttempts = 4;  // others that grow may be faster to take what
 
 // ---- a full device ----
 
-Status ExtentBuffer::retry_when_full(std::uint64_t offset, std::uint64_t end, const std::function<Status()>& attempt,
-                                     Wait wait) {
+Status ExtentBuffer::retry_when_full(DeviceContext& device, const Charge& payers, std::uint64_t offset,
+                                     std::uint64_t end, const std::function<Status()>& attempt, Wait wait) {
   for (int number = 1;;) {
-    const std::uint64_t releases = context_->releases().count();
+    const std::uint64_t releases = device.releases().count();
     Status status = attempt();
-    if (!lacks_memory(status.error()) || wait == Wait::kForbidden) return status;
-    if (number < kMostAttempts && reclaim(releases, status.error() == EDQUOT)) {
+    if (!lacks_memory(status.error()) || wait == Wait::kForbidden || overwritten_) return status;
+    if (number < kMostAttempts && reclaim(device, releases, status.error() == EDQUOT ? &payers : nullptr)) {
       ++number;
-    } else if (status.error() != ENOSPC || !context_->releases().evict(missing_bytes(offset, end))) {
+    } else if (status.error() != ENOSPC || !device.releases().evict(missing_bytes(offset, end))) {
       return status;  // a large file may need the space of many
     }
   }
 }
 
+Status ExtentBuffer::change_at_home(std::uint64_t offset, std::uint64_t end, Growth how,
+                                    const std::function<Status()>& change) {
+  bool in_place = false;
+  const auto attempt = [&]() -> Status {
+    const std::unique_lock mutation = lock_mutation(how.wait);
+    if (!mutation) return would_wait();
+    if (!in_place) TRY(come_home(how.wait));
+    return change();
+  };
+  const Status status = retry_when_full(*context_, charge(), offset, end, attempt, how.wait);
+  if (!how.anywhere || !lacks_memory(status.error())) return status;
+  std::shared_ptr<Residence> here;
+  {
+    const std::lock_guard lock(state_mutex_);
+    here = here_;
+  }
+  if (here->device == context_) return status;
+  in_place = true;
+  return retry_when_full(*here->device, *here->charge, offset, end, attempt, how.wait);
+}
+
 std::uint64_t ExtentBuffer::missing_bytes(std::uint64_t offset, std::uint64_t end) const {
   const std::lock_guard lock(state_mutex_);
-  if (parked_ != nullptr) return parked_->bytes_held();
+  if (!at_home()) return bytes_parked();
   const Extent range = placed(offset, end);
-  return total_bytes(holes(own(), round_down(range.offset, granule_), round_up(range.end(), granule_)));
+  return total_bytes(holes(own(), round_down(range.offset, granule()), round_up(range.end(), granule())));
 }
 
 // True once some buffer has released memory since that many had.
-bool ExtentBuffer::reclaim(std::uint64_t releases_before, bool of_our_accounts) {
+bool ExtentBuffer::reclaim(DeviceContext& device, std::uint64_t releases_before, const Charge* payers) {
   const auto deadline = std::chrono::steady_clock::now() + kReclaimTimeout;
   for (;;) {
     bool busy = false;
-    for (const std::weak_ptr<ExtentBuffer>& listed : context_->releases().trimmable()) {
+    for (const std::weak_ptr<ExtentBuffer>& listed : device.releases().trimmable()) {
       const std::shared_ptr<ExtentBuffer> buffer = listed.lock();
-      if (of_our_accounts && buffer != nullptr && !buffer->charge().shares_account(charge())) continue;
+      if (payers != nullptr && buffer != nullptr && !buffer->charge().shares_account(*payers)) continue;
       // A buffer that is gone is releasing all it has.
       if (buffer == nullptr || !buffer->trim(kTrimTimeout)) busy = true;
       if (std::chrono::steady_clock::now() >= deadline) break;
     }
-    if (context_->releases().count() == releases_before && !of_our_accounts && context_->slabs() != nullptr) {
-      context_->slabs()->compact(std::chrono::steady_clock::now() + kReclaimTimeout);
+    if (device.releases().count() == releases_before && payers == nullptr && device.slabs() != nullptr) {
+      device.slabs()->compact(std::chrono::steady_clock::now() + kReclaimTimeout);
     }
-    if (context_->releases().count() != releases_before) return true;
+    if (device.releases().count() != releases_before) return true;
     if (!busy || std::chrono::steady_clock::now() >= deadline) return false;
-    context_->releases().wait_for_next(releases_before, std::chrono::steady_clock::now() + kPause);
+    device.releases().wait_for_next(releases_before, std::chrono::steady_clock::now() + kPause);
   }
 }
 
 // ---- snapshots and accounts ----
 
 ExtentBuffer::SnapshotPointer ExtentBuffer::make_snapshot(Extents extents) {
-  const std::uint64_t number = memory_ != nullptr ? memory_->number() : 0;
-  return std::make_shared<Snapshot>(*this, range_, number, std::move(extents), snapshot_->placement);
+  const std::uint64_t number = here_->memory != nullptr ? here_->memory->number() : 0;
+  return std::make_shared<Snapshot>(*this, here_->device, here_->range, number, std::move(extents),
+                                    snapshot_->placement);
 }
 
 ExtentBuffer::SnapshotPointer ExtentBuffer::make_empty_snapshot(std::uint64_t placement) {
-  return std::make_shared<Snapshot>(*this, nullptr, 0, Extents{}, placement);
+  return std::make_shared<Snapshot>(*this, context_, nullptr, 0, Extents{}, placement);
 }
 
 void ExtentBuffer::replace(SnapshotPointer next) {
@@ -103,31 +125,32 @@ void ExtentBuffer::replace(SnapshotPointer next) {
 Extents ExtentBuffer::own() const { return snapshot_->slot != nullptr ? Extents{} : snapshot_->extents; }
 
 Extents ExtentBuffer::hidden() const {
-  return snapshot_->slot != nullptr ? Extents{} : without(ahead_, snapshot_->extents);
+  return snapshot_->slot != nullptr ? Extents{} : without(here_->ahead, snapshot_->extents);
 }
 
 Extents ExtentBuffer::unreached() const {
-  const std::uint64_t above = round_up(snapshot_->placement + size(), granule_);
-  return joined(without(inside(ahead_, 0, above), snapshot_->extents), inside(ahead_, above, kNoLimit));
+  const std::uint64_t above = round_up(snapshot_->placement + size(), granule());
+  return joined(without(inside(here_->ahead, 0, above), snapshot_->extents), inside(here_->ahead, above, kNoLimit));
 }
 
 void ExtentBuffer::account() {
   const SlabPool::Slot* const slot = snapshot_->slot.get();
   const std::uint64_t now = total_bytes(hidden()) + total_bytes(own());
-  const std::uint64_t before = std::exchange(own_held_, now);
+  const std::uint64_t before = std::exchange(here_->held, now);
   // The slot's slab is counted by its pool.
   const std::uint64_t held = slot != nullptr ? slot->bytes : now;
-  held_.store(held, std::memory_order_release);
-  charge().settle(held);
-  charge().settle_descriptors(memory_ == nullptr ? 0 : memory_->descriptors());
-  if (now > before) context_->took(now - before);
-  if (now < before) context_->released(before - now);
+  held_.store(at_home() ? held : 0, std::memory_order_release);
+  parked_bytes_.store(at_home() ? 0 : held, std::memory_order_release);
+  here_->charge->settle(held);
+  here_->charge->settle_descriptors(here_->memory == nullptr ? 0 : here_->memory->descriptors());
+  if (now > before) here_->device->took(now - before);
+  if (now < before) here_->device->released(before - now);
 }
 
 Status ExtentBuffer::take(const Extents& missing, Wait wait, std::uint64_t replaced) {
-  TRY(charge().grow(total_bytes(missing) - replaced));
-  Status status = charge().take_descriptors(memory_->descriptors_for(missing));
-  if (status.ok()) status = memory_->populate_all(missing, wait);
+  TRY(here_->charge->grow(total_bytes(missing) - replaced));
+  Status status = here_->charge->take_descriptors(here_->memory->descriptors_for(missing));
+  if (status.ok()) status = here_->memory->populate_all(missing, wait);
   if (!status.ok()) account();
   return status;
 }
@@ -137,27 +160,28 @@ Status ExtentBuffer::take(const Extents& missing, Wait wait, std::uint64_t repla
 Status ExtentBuffer::ensure(std::uint64_t offset, std::uint64_t end, Growth how) {
   if (shift_.step != 0) return torn();
   if (covered(snapshot_->extents, offset, end)) return {};
-  SlabPool* const slabs = context_->slabs();
-  if (memory_ == nullptr && slabs != nullptr && snapshot_->placement == 0 && end <= slabs->largest()) {
+  SlabPool* const slabs = here_->device->slabs();
+  if (here_->memory == nullptr && slabs != nullptr && snapshot_->placement == 0 && end <= slabs->largest() &&
+      !overwritten_) {
     // Without a slab the file can still have memory of its own, unless the device is full.
-    Status status = ensure_slot(*slabs, end, how.wait);
+    Result<std::shared_ptr<const SlabPool::Slot>> slot = slabs->take(end, owner(), /*may_add_slab=*/true, how.wait);
+    const Status status = slot.ok() ? enter_slot(slot.take(), how.wait) : slot.status();
     if (status.ok() || lacks_memory(status.error()) || status.error() == EAGAIN) return status;
     log_debug("a small file gets memory of its own: ", status.message());
   }
   return ensure_own(offset, end, end, how);
 }
 
-Status ExtentBuffer::ensure_slot(SlabPool& slabs, std::uint64_t end, Wait wait) {
-  const std::shared_ptr<const SlabPool::Slot> slot = TRY(slabs.take(end, owner(), /*may_add_slab=*/true, wait));
+Status ExtentBuffer::enter_slot(std::shared_ptr<const SlabPool::Slot> slot, Wait wait) {
   Exclusion exclusion(*this);
   const std::shared_ptr<const SlabPool::Slot> old = snapshot_->slot;
   if (old != nullptr) {
     if (!exclusion.stop_writers(wait)) return would_wait();
-    TRY(context_->device().copy_within(slot->address, old->address, old->bytes));
+    TRY(here_->device->device().copy_within(slot->address, old->address, old->bytes));
   }
-  TRY(charge().grow(slot->bytes - bytes_held()));
-  replace(std::make_shared<Snapshot>(*this, slot));
-  if (old == nullptr) ahead_ = {{0, granule_}};
+  TRY(here_->charge->grow(slot->bytes - bytes_held()));
+  replace(std::make_shared<Snapshot>(*this, std::move(slot)));
+  if (old == nullptr) here_->ahead = {{0, granule()}};
   account();
   return {};
 }
@@ -167,33 +191,24 @@ bool ExtentBuffer::leave_slab(SlabPool& slabs, DeviceAddress start, std::uint64_
   if (!mutation) return false;
   const std::shared_ptr<const SlabPool::Slot> old = snapshot_->slot;
   if (old == nullptr || old->address - start >= bytes) return true;
-  const Result<std::shared_ptr<const SlabPool::Slot>> slot = slabs.take(old->bytes, owner(), /*may_add_slab=*/false);
-  if (!slot.ok()) return false;
-  Exclusion exclusion(*this);
-  {
-    const std::lock_guard lock(state_mutex_);
-    exclusion.limit_writers_locked(0);
-    if (!writers_.empty()) return false;
-  }
-  if (!context_->device().copy_within(slot.value()->address, old->address, old->bytes).ok()) return false;
-  replace(std::make_shared<Snapshot>(*this, slot.value()));
-  return true;
+  Result<std::shared_ptr<const SlabPool::Slot>> slot = slabs.take(old->bytes, owner(), /*may_add_slab=*/false);
+  return slot.ok() && enter_slot(slot.take(), Wait::kForbidden).ok();
 }
 
 Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::uint64_t reserve_end, Growth how) {
   const std::shared_ptr<const SlabPool::Slot> slot = snapshot_->slot;
-  const std::uint64_t slot_end = slot != nullptr ? granule_ : 0;
-  if (memory_ == nullptr) {
-    std::unique_ptr<DeviceMemory> created = TRY(context_->device().create_memory());
-    TRY(charge().take_descriptors(created->descriptors()));
-    memory_ = std::move(created);
-    if (overwritten_) memory_->leave_undefined(true);
+  const std::uint64_t slot_end = slot != nullptr ? granule() : 0;
+  if (here_->memory == nullptr) {
+    std::unique_ptr<DeviceMemory> created = TRY(here_->device->device().create_memory());
+    TRY(here_->charge->take_descriptors(created->descriptors()));
+    here_->memory = std::move(created);
+    if (overwritten_) here_->memory->leave_undefined(true);
   }
   Status status = reserve_own(std::max(reserve_end, slot_end), how.wait);
   if (status.ok()) {
     Extents missing = slot != nullptr ? Extents{{0, slot_end}} : Extents{};
     if (offset < end) {
-      const Extents wanted = holes(joined(own(), missing), round_down(offset, granule_), round_up(end, granule_));
+      const Extents wanted = holes(joined(own(), missing), round_down(offset, granule()), round_up(end, granule()));
       missing = joined(missing, wanted);
     }
     if (slot != nullptr) {
@@ -204,8 +219,8 @@ Status ExtentBuffer::ensure_own(std::uint64_t offset, std::uint64_t end, std::ui
   }
   if (!status.ok()) {
     drop_empty_memory();
-  } else if (memory_ != nullptr) {
-    context_->releases().list_trimmable(this, owner());
+  } else if (here_->memory != nullptr && !overwritten_) {
+    here_->device->releases().list_trimmable(this, owner());
   }
   return status;
 }
@@ -227,7 +242,7 @@ Status ExtentBuffer::grow_own(const Extents& missing, Growth how) {
       status = take(fresh, how.wait);
     }
     if (!status.ok()) return status;
-    ahead_ = joined(unreached(), fresh);
+    here_->ahead = joined(unreached(), fresh);
   }
   replace(make_snapshot(joined(existing, missing)));
   account();
@@ -236,22 +251,22 @@ Status ExtentBuffer::grow_own(const Extents& missing, Growth how) {
 
 std::uint64_t ExtentBuffer::bytes_to_preallocate(std::uint64_t end, std::uint64_t existing, Wait wait) {
   // Fixed memory could not go back.
-  if (!preallocates_ || existing == 0 || leased()) return 0;
-  const Result<MemoryInfo> memory = context_->device().memory(wait);
+  if (!preallocates_ || !at_home() || existing == 0 || leased()) return 0;
+  const Result<MemoryInfo> memory = here_->device->device().memory(wait);
   if (!memory.ok()) return 0;
-  const std::uint64_t free = std::min(memory.value().free_bytes, charge().available());
+  const std::uint64_t free = std::min(memory.value().free_bytes, here_->charge->available());
   const std::uint64_t most = std::min(kMostPreallocated, free / kFreeParts);
-  return round_down(std::min({existing, most, range_->bytes() - end}), granule_);
+  return round_down(std::min({existing, most, here_->range->bytes() - end}), granule());
 }
 
 Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
-  if (end == 0 || (range_ != nullptr && end <= range_->bytes())) return {};
+  if (end == 0 || (here_->range != nullptr && end <= here_->range->bytes())) return {};
   const Extents populated = joined(own(), hidden());
-  const std::uint64_t needed = round_up(std::max(end, end_of(populated)), granule_);
-  const bool copies = context_->info().reserve_copies;
-  if (copies && range_ != nullptr && leased()) {
+  const std::uint64_t needed = round_up(std::max(end, end_of(populated)), granule());
+  const bool copies = here_->device->info().reserve_copies;
+  if (copies && here_->range != nullptr && leased()) {
     return Status(EFBIG, "a program uses the file's memory, which the device cannot keep in place beyond " +
-                             std::to_string(range_->bytes()) + " bytes");
+                             std::to_string(here_->range->bytes()) + " bytes");
   }
   std::uint64_t expected = 0;
   {
@@ -259,13 +274,13 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
     for (const Claim& claim : claims_) expected = std::max(expected, snapshot_->placement + claim.range.end());
   }
   // More than the device has cannot come, whatever is claimed.
-  const std::uint64_t possible = needed + round_up(context_->info().total_bytes, granule_);
-  expected = round_up(std::min(expected, possible), granule_);
+  const std::uint64_t possible = needed + round_up(here_->device->info().total_bytes, granule());
+  expected = round_up(std::min(expected, possible), granule());
   // A growing file moves each time its length doubles. Addresses are limited, too: see AddressSpace.
   std::uint64_t wanted = !copies             ? std::bit_ceil(std::max({needed, expected, kSmallestReservation}))
                          : expected > needed ? expected
                                              : std::bit_ceil(needed);
-  wanted = std::max(needed, std::min(wanted, round_up(kPlacementEnd + kMaximumBytes, granule_)));
+  wanted = std::max(needed, std::min(wanted, round_up(kPlacementEnd + kMaximumBytes, granule())));
   Exclusion exclusion(*this);
   if (copies && !own().empty() && !exclusion.stop_writers(wait)) return would_wait();
   Result<std::shared_ptr<AddressRange>> reserved = reserve_addresses(wanted, populated);
@@ -276,26 +291,26 @@ Status ExtentBuffer::reserve_own(std::uint64_t end, Wait wait) {
   // A lack of addresses is reported as a lack of space: programs know what to do about ENOSPC.
   if (reserved.error() == ENOMEM) return Status(ENOSPC, reserved.status().message());
   if (!reserved.ok()) return reserved.status();
-  range_ = reserved.take();
+  here_->range = reserved.take();
   // Later memory appears in the new range alone, so whatever is published from now on must show that.
   if (snapshot_->slot == nullptr) replace(make_snapshot(own()));
   return {};
 }
 
 Result<std::shared_ptr<AddressRange>> ExtentBuffer::reserve_addresses(std::uint64_t bytes, const Extents& populated) {
-  if (context_->info().reserve_copies) return memory_->reserve(bytes, populated);  // addresses are memory
+  if (here_->device->info().reserve_copies) return here_->memory->reserve(bytes, populated);  // addresses are memory
   struct Charged {
     ~Charged() {
       range.reset();
-      charge.release_addresses(bytes);
+      charge->release_addresses(bytes);
     }
-    Charge& charge;
+    std::shared_ptr<Charge> charge;
     std::uint64_t bytes;
     std::shared_ptr<AddressRange> range;
   };
-  TRY(charge().take_addresses(bytes));
-  const std::shared_ptr<Charged> charged(new Charged{charge(), bytes, nullptr});
-  charged->range = TRY(memory_->reserve(bytes, populated));
+  TRY(here_->charge->take_addresses(bytes));
+  const std::shared_ptr<Charged> charged(new Charged{here_->charge, bytes, nullptr});
+  charged->range = TRY(here_->memory->reserve(bytes, populated));
   return std::shared_ptr<AddressRange>(charged, charged->range.get());
 }
 
@@ -305,8 +320,8 @@ Status ExtentBuffer::leave_slot(const Extents& missing, Wait wait) {
   Exclusion exclusion(*this);
   if (!exclusion.stop_writers(wait)) return would_wait();
   const SlabPool::Slot& slot = *snapshot_->slot;
-  TRY(context_->device().copy_within(range_->base(), slot.address, slot.bytes));
-  ahead_ = joined(ahead_, without(missing, 0, granule_));
+  TRY(here_->device->device().copy_within(here_->range->base(), slot.address, slot.bytes));
+  here_->ahead = joined(here_->ahead, without(missing, 0, granule()));
   replace(make_snapshot(missing));
   account();
   return {};
@@ -317,14 +332,18 @@ void ExtentBuffer::drop_empty_memory() {
   if (snapshot_->slot == nullptr) {
     if (!snapshot_->extents.empty()) return;
     replace(make_empty_snapshot(snapshot_->placement));  // the next try begins there, too
-    ahead_.clear();
+    here_->ahead.clear();
   }
   {
     const std::lock_guard lock(state_mutex_);
     shift_ = {};
   }
-  range_.reset();
-  memory_.reset();
+  if (!at_home()) {
+    (void)enter(std::make_shared<Residence>(context_, shared_charge()), make_empty_snapshot(snapshot_->placement));
+    return;
+  }
+  here_->range.reset();
+  here_->memory.reset();
   account();
 }
 
@@ -342,9 +361,7 @@ Status ExtentBuffer::allocate_range(std::uint64_t offset, std::uint64_t bytes, b
   std::uint64_t end = 0;
   if (bytes == 0) return Status(EINVAL, "allocating nothing");
   TRY(check_end(offset, bytes, &end));
-  Status status = retry_when_full(offset, end, [&] {
-    const std::lock_guard mutation(mutation_mutex_);
-    TRY(unpark(Wait::kAllowed));
+  return change_at_home(offset, end, {.anywhere = true}, [&] {
     const Extent range = placed(offset, end);
     const Extents existing = zeroes ? inside(snapshot_->extents, range.offset, range.end()) : Extents{};
     Status allocated = ensure(range.offset, range.end(), {});
@@ -352,20 +369,17 @@ Status ExtentBuffer::allocate_range(std::uint64_t offset, std::uint64_t bytes, b
       if (allocated.ok()) allocated = zero_existing(extent.offset, extent.end());
     }
     if (!allocated.ok()) return allocated;
-    ahead_ = without(ahead_, round_down(range.offset, granule_), round_up(range.end(), granule_));
+    here_->ahead = without(here_->ahead, round_down(range.offset, granule()), round_up(range.end(), granule()));
     if (!keep_size) publish(end);
     return allocated;
   });
-  const std::lock_guard mutation(mutation_mutex_);
-  if (!lacks_memory(status.error()) || parked_ == nullptr) return status;
-  return change_parked([&](ExtentBuffer& there) { return there.allocate_range(offset, bytes, keep_size, zeroes); });
 }
 
 Status ExtentBuffer::zero_existing(std::uint64_t offset, std::uint64_t end) {
   if (offset >= end) return {};
   const SnapshotPointer now = current();
   for (const Extent& extent : inside(now->extents, offset, end)) {
-    TRY(context_->device().zero(now->base + extent.offset, extent.bytes));
+    TRY(now->device->device().zero(now->base + extent.offset, extent.bytes));
   }
   return {};
 }
@@ -396,8 +410,8 @@ bool ExtentBuffer::detach(const Extents& kept, const Extents& removed, Exclusion
 }
 
 void ExtentBuffer::release(const Extents& removed) {
-  ahead_ = without(ahead_, removed);
-  memory_->release_all(removed);
+  here_->ahead = without(here_->ahead, removed);
+  here_->memory->release_all(removed);
   account();
   drop_empty_memory();
 }
@@ -407,7 +421,7 @@ void ExtentBuffer::release(const Extents& removed) {
 bool ExtentBuffer::may_trim() const {
   const std::lock_guard lock(state_mutex_);
   if (snapshot_->slot != nullptr) return false;
-  const std::uint64_t end = round_up(snapshot_->placement + size_.load(std::memory_order_relaxed), granule_);
+  const std::uint64_t end = round_up(snapshot_->placement + size_.load(std::memory_order_relaxed), granule());
   return bytes_held() > total_bytes(inside(snapshot_->extents, 0, end));
 }
 
@@ -420,7 +434,7 @@ Extents ExtentBuffer::unused_locked() const {
   if (snapshot_->slot != nullptr || shift_.step != 0) return {};
   Extents unused = unreached();
   const auto keep = [&](const Extent& used) {
-    unused = without(unused, round_down(used.offset, granule_), round_up(used.end(), granule_));
+    unused = without(unused, round_down(used.offset, granule()), round_up(used.end(), granule()));
   };
   for (const WritePin* writer : writers_) keep(writer->range_);
   for (const Claim& claim : claims_) keep(placed(claim.range.offset, claim.range.end()));
@@ -438,7 +452,7 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
     in_use = !writers_.empty() || !claims_.empty();
     removed = unused_locked();
     if (!removed.empty()) {
-      exclusion.limit_writers_locked(round_up(snapshot_->placement + size_.load(std::memory_order_relaxed), granule_));
+      exclusion.limit_writers_locked(round_up(snapshot_->placement + size_.load(std::memory_order_relaxed), granule()));
       // Readers use nothing above the size, and writers there are left out: only what moves has users.
       moves = exclusion.close_gate_locked(removed);
     }
@@ -453,7 +467,7 @@ bool ExtentBuffer::release_unused(TimePoint deadline) {
     release(removed);
   }
   // Not before: whoever finds the device full must wait for this.
-  if (!in_use) context_->releases().unlist_trimmable(this);
+  if (!in_use) here_->device->releases().unlist_trimmable(this);
   return true;
 }
 
@@ -463,9 +477,6 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
   if (size > kMaximumBytes) return Status(EFBIG, "beyond the largest size of a buffer");
   const std::unique_lock mutation = lock_mutation(wait);
   if (!mutation) return would_wait();
-  if (parked_ != nullptr) {
-    return change_parked([size, wait](ExtentBuffer& there) { return there.resize(size, wait); });
-  }
   unfix_unless_leased();
   Exclusion exclusion(*this);
   std::uint64_t before = 0;
@@ -475,7 +486,7 @@ Status ExtentBuffer::resize(std::uint64_t size, Wait wait) {
     const std::lock_guard lock(state_mutex_);
     before = size_.load(std::memory_order_relaxed);
     end = size == 0 ? 0 : snapshot_->placement + size;
-    const bool nothing_above = hidden().empty() && end_of(snapshot_->extents) <= round_up(end, granule_);
+    const bool nothing_above = hidden().empty() && end_of(snapshot_->extents) <= round_up(end, granule());
     if (size > before || (size == before && nothing_above)) {
       size_.store(size, std::memory_order_release);
       return {};
@@ -504,7 +515,7 @@ Status ExtentBuffer::shrink(std::uint64_t end, std::uint64_t highest, Exclusion*
     (void)await_readers(TimePoint::max());
     return zero_existing(end, highest);
   }
-  const std::uint64_t kept_end = round_up(end, granule_);
+  const std::uint64_t kept_end = round_up(end, granule());
   const Extents before = own();
   const Extents kept = without(before, kept_end, kNoLimit);
   const Extents removed = joined(inside(before, kept_end, kNoLimit), hidden());
@@ -531,9 +542,6 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
   end = std::min(end, kMaximumBytes);
   if (offset >= end) return {};
   const std::lock_guard mutation(mutation_mutex_);
-  if (parked_ != nullptr) {
-    return change_parked([offset, bytes](ExtentBuffer& there) { return there.punch(offset, bytes); });
-  }
   {
     const std::lock_guard lock(state_mutex_);
     TRY(check_leases_locked("punched", offset));
@@ -551,22 +559,22 @@ Status ExtentBuffer::punch(std::uint64_t offset, std::uint64_t bytes) {
     if (snapshot_->slot != nullptr) slot_bytes = snapshot_->slot->bytes;
   }
   // What is above everything is zeros, and goes with the last granule.
-  if (to_the_end) end = std::max(end, round_up(end, granule_));
+  if (to_the_end) end = std::max(end, round_up(end, granule()));
   if (slot_bytes > 0) {
     if (offset > 0 || end < slot_bytes) return zero_existing(offset, end);
     (void)detach({}, {}, &exclusion, TimePoint::max());
-    ahead_.clear();
+    here_->ahead.clear();
     account();
     return {};
   }
-  const std::uint64_t first = round_up(offset, granule_);
-  const std::uint64_t last = round_down(end, granule_);
+  const std::uint64_t first = round_up(offset, granule());
+  const std::uint64_t last = round_down(end, granule());
   if (first >= last) return zero_existing(offset, end);
   const Extents existing = snapshot_->extents;
   const Extents removed = inside(existing, first, last);
   Status status;
-  if (!removed.empty() && !context_->info().cpu_addressable && memory_->descriptors() != 0) {
-    status = charge().take_descriptors(1);  // a piece with the hole in its middle becomes two
+  if (!removed.empty() && !here_->device->info().cpu_addressable && here_->memory->descriptors() != 0) {
+    status = here_->charge->take_descriptors(1);  // a piece with the hole in its middle becomes two
   }
   if (status.ok()) status = zero_existing(offset, first);
   if (status.ok()) status = zero_existing(last, end);
@@ -584,7 +592,6 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
   Status status = check_end(offset, bytes, &end);
   if (!status.ok()) return status;
   const std::lock_guard mutation(mutation_mutex_);
-  if (parked_ != nullptr) return {};  // nothing above the size was parked
   // A trim() of the caller's may have found another thread changing the buffer, and so released nothing.
   (void)release_unused(TimePoint{});
   Exclusion exclusion(*this);
@@ -609,75 +616,58 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
 
 KeptContents ExtentBuffer::kept() const {
   const std::lock_guard lock(state_mutex_);
-  if (parked_ != nullptr) {
-    KeptContents contents = parked_->kept();
-    contents.parked = true;
-    contents.own_placement = snapshot_->placement;
-    return contents;
-  }
   const SlabPool::Slot* const slot = snapshot_->slot.get();
   return {.size = size_.load(std::memory_order_relaxed),
           .memory = snapshot_->memory,
           .slot = slot != nullptr ? Extent{slot->offset, slot->bytes} : Extent{},
           .extents = own(),
           .placement = snapshot_->placement,
-          .shift = shift_};
+          .shift = shift_,
+          .device = snapshot_->device->info().index};
 }
 
 Status ExtentBuffer::check_kept(const KeptContents& contents) const {
   bool possible = contents.size <= kMaximumBytes && contents.placement < kPlacementEnd &&
-                  contents.own_placement < kPlacementEnd && contents.shift.to < kPlacementEnd &&
-                  (contents.slot.bytes == 0 || contents.placement == 0);
+                  contents.shift.to < kPlacementEnd && (contents.slot.bytes == 0 || contents.placement == 0);
   std::uint64_t last = 0;
   for (const auto& [offset, bytes] : contents.extents) {
     possible = possible && offset >= last && offset < 2 * kMaximumBytes && bytes - 1 < 2 * kMaximumBytes &&
-               (offset | bytes) % granule_ == 0;
+               (offset | bytes) % granule() == 0;
     last = offset + bytes;
   }
   if (contents.shift.step != 0) possible = possible && has_scratch(contents);
   return possible ? Status() : Status(EPROTO, "no file can be like that");
 }
 
-Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr<DeviceContext>& host) {
-  TRY(check_kept(contents));
-  if (contents.parked) {
-    if (host == nullptr || contents.slot.bytes != 0) return Status(EPROTO, "nothing can be parked like that");
-    KeptContents there = contents;
-    there.parked = false;
-    const auto held = std::make_shared<ExtentBuffer>(host);
-    TRY(held->restore(there));
-    const std::lock_guard mutation(mutation_mutex_);
-    size_.store(contents.size, std::memory_order_release);
-    replace(make_empty_snapshot(contents.own_placement));
-    {
-      const std::lock_guard lock(state_mutex_);
-      parked_ = held;
-    }
-    watch_parked();
-    return {};
-  }
+Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr<DeviceContext>& where) {
   const std::lock_guard mutation(mutation_mutex_);
+  if (where != context_) {
+    if (contents.slot.bytes != 0 || contents.memory == 0) return Status(EPROTO, "nothing can be parked like that");
+    here_ = std::make_shared<Residence>(where, std::make_shared<Charge>());
+  }
+  TRY(check_kept(contents));
   size_.store(contents.size, std::memory_order_release);
   if (contents.slot.bytes != 0) {
-    if (context_->slabs() == nullptr) return Status(EPROTO, "a small file on a device without slabs");
-    replace(std::make_shared<Snapshot>(*this, context_->slabs()->take_restored(contents.slot, owner())));
+    if (here_->device->slabs() == nullptr) return Status(EPROTO, "a small file on a device without slabs");
+    replace(std::make_shared<Snapshot>(*this, here_->device->slabs()->take_restored(contents.slot, owner())));
   } else if (contents.memory != 0) {
-    Result<std::unique_ptr<DeviceMemory>> memory = context_->device().restore_memory(contents.memory, contents.extents);
+    Result<std::unique_ptr<DeviceMemory>> memory =
+        here_->device->device().restore_memory(contents.memory, contents.extents);
     if (!memory.ok()) return memory.status();
-    memory_ = memory.take();
-    const Extents surplus = memory_->surplus();
+    here_->memory = memory.take();
+    const Extents surplus = here_->memory->surplus();
     const Extents populated = joined(contents.extents, surplus);
     const std::uint64_t bytes = std::bit_ceil(std::max(end_of(populated), AddressSpace::kSmallRange));
-    range_ = TRY(reserve_addresses(bytes, populated));
+    here_->range = TRY(reserve_addresses(bytes, populated));
     for (const Extent& extent : surplus) {
-      TRY(context_->device().zero(range_->base() + extent.offset, extent.bytes));
+      TRY(here_->device->device().zero(here_->range->base() + extent.offset, extent.bytes));
     }
-    ahead_ = surplus;
+    here_->ahead = surplus;
     replace(make_empty_snapshot(contents.placement));
     replace(make_snapshot(contents.extents));
     shift_ = contents.shift;
-    // Other memory above the size is not in ahead_: fallocate(2) may have asked for it.
-    context_->releases().list_trimmable(this, owner());
+    // Other memory above the size is not in Residence::ahead: fallocate(2) may have asked for it.
+    here_->device->releases().list_trimmable(this, owner());
   }
   account();
   // While a shift is in progress, its scratch is above the size.

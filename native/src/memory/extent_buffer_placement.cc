@@ -84,7 +84,7 @@ Status ExtentBuffer::run_shift() {
     }
     TRY(device.copy_within(base + to + offset, kept, bytes));
   }
-  auto next = std::make_shared<const Snapshot>(*this, range_, snapshot_->memory, extents, to);
+  auto next = std::make_shared<const Snapshot>(*this, here_->device, here_->range, snapshot_->memory, extents, to);
   {
     const std::lock_guard lock(state_mutex_);
     snapshot_.swap(next);
@@ -107,7 +107,8 @@ Status ExtentBuffer::complete_shift() {
   log_info("continuing to move a file of ", size(), " bytes within its memory, at step ", shift_.step);
   TRY(run_shift());
   // The scratch, which the last process had allocated.
-  ahead_ = joined(hidden(), inside(snapshot_->extents, round_up(snapshot_->placement + size(), granule_), kNoLimit));
+  here_->ahead =
+      joined(hidden(), inside(snapshot_->extents, round_up(snapshot_->placement + size(), granule()), kNoLimit));
   (void)release_unused(TimePoint::max());
   return {};
 }
@@ -118,7 +119,7 @@ void ExtentBuffer::take_placement(const Buffer& source) {
   const SlabPool* const slabs = context_->slabs();
   if (slabs != nullptr && source.size() <= slabs->largest()) return;  // the file will be in a slot
   const std::unique_lock mutation = lock_mutation(Wait::kForbidden);
-  if (!mutation || size() != 0 || memory_ != nullptr || snapshot_->slot != nullptr) return;
+  if (!mutation || size() != 0 || here_->memory != nullptr || snapshot_->slot != nullptr) return;
   if (placement != snapshot_->placement) replace(make_empty_snapshot(placement));
 }
 

@@ -88,7 +88,7 @@ Result<std::size_t> read_to_host(Buffer& buffer, std::uint64_t offset, std::span
     Status status = copy_part(buffer, pieces, offset, part, Flow::kFromDevice,
                               [&](DeviceAddress address, std::uint64_t at, std::uint64_t bytes) -> Status {
                                 std::byte* const out = destination.data() + at;
-                                if (address != 0) return context.device().copy_out(out, address, bytes);
+                                if (address != 0) return pin.device->device().copy_out(out, address, bytes);
                                 std::memset(out, 0, bytes);
                                 return {};
                               });

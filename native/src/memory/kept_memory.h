@@ -50,7 +50,7 @@ class KeptMemory final : public MemoryKeeper {
   journal::Numbers keys_;
   const std::shared_ptr<KeeperLink> keeper_;
 
-  mutable std::mutex mutex_;                                 // guards all below
+  mutable std::mutex mutex_;  // guards all below; order 8 of docs/design/requests.md#locks
   std::map<std::uint64_t, std::vector<KeptPiece>> untaken_;  // of the last process, by memory
   bool restoring_ = false;                                   // until drop_untaken(), if anything was held
   std::set<std::uint64_t> lost_;                             // see lose()

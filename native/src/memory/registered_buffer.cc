@@ -118,7 +118,7 @@ Status RegisteredBuffer::check_write(std::uint64_t offset, std::uint64_t bytes) 
 Result<Buffer::Pin> RegisteredBuffer::pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait /*wait*/) {
   const auto use = std::make_shared<MappingUse>();
   TRY(begin(use.get()));
-  Pin pin{{}, use};
+  Pin pin{{}, use, context_.get()};
   const std::uint64_t end = offset + std::min(bytes, bytes_ - std::min(offset, bytes_));
   while (offset < end) {
     const std::uint64_t data = std::min(use->memory().next_data(offset), end);
@@ -137,7 +137,7 @@ Result<Buffer::Pin> RegisteredBuffer::pin_for_write(std::uint64_t offset, std::u
   if (status.ok()) status = check_write(offset, bytes);
   if (status.error() == EFBIG) status = fixed_size();
   if (!status.ok()) return status;
-  Pin pin{{}, use};
+  Pin pin{{}, use, context_.get()};
   if (bytes != 0) pin.pieces.push_back({{offset, bytes}, use->address() + offset});
   return pin;
 }
@@ -199,7 +199,7 @@ Status RegisteredBuffer::copy_chunks(Buffer& source, std::uint64_t source_offset
     TRY(begin(&use));
     Pin pinned = TRY(source.pin_for_read(source_offset + before, std::min(kCopyChunk, bytes - before), wait));
     std::uint64_t copied = 0;
-    Status status = copy_pieces(use.address() + offset + before, source, pinned.pieces, &copied);
+    Status status = copy_pinned(use.address() + offset + before, pinned, &copied);
     *done += copied;
     if (!status.ok()) return status;
     status = check_intact(use);

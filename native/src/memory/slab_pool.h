@@ -95,7 +95,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   const std::uint64_t granule_;
   const std::uint64_t largest_;
 
-  std::mutex mutex_;  // guards all below, over calls of the driver; order of locks: docs/design/requests.md#locks
+  std::mutex mutex_;  // guards all below, over calls of the driver; order 6 of docs/design/requests.md#locks
   std::unique_ptr<DeviceMemory> memory_;
   std::shared_ptr<AddressRange> range_;
   std::map<std::uint64_t, Slab> slabs_;              // by offset in the memory
@@ -105,7 +105,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   // granule for each. It counts as free memory, and compact() releases it.
   std::vector<std::optional<std::uint64_t>> spares_;
 
-  std::mutex compact_mutex_;  // one compact() at a time; order of locks: docs/design/requests.md#locks
+  std::mutex compact_mutex_;  // one compact() at a time; order 2 of docs/design/requests.md#locks
 };
 
 }  // namespace gpufs

@@ -21,6 +21,8 @@ class TransferTarget {
   virtual ~TransferTarget() = default;
 
   [[nodiscard]] virtual const std::shared_ptr<DeviceContext>& device() const = 0;
+  // Where the contents are now: the device, or the host tier.
+  [[nodiscard]] virtual std::shared_ptr<DeviceContext> residence() const { return device(); }
   [[nodiscard]] virtual std::uint64_t size() const = 0;
   // The largest size that it may have.
   [[nodiscard]] virtual std::uint64_t limit() const = 0;
@@ -40,16 +42,17 @@ class TransferTarget {
   struct Pin {
     std::vector<Piece> pieces;
     std::shared_ptr<void> keep;
+    const DeviceContext* device = nullptr;  // whose addresses they are; it lives as long as `keep`
   };
-  // For reading: clipped to size(); holes stay holes. While a thread holds such a pin it must not resize or punch the
-  // same buffer, which would wait for the pin.
+  // For reading, where the contents are: clipped to size(); holes stay holes. While a thread holds such a pin it must
+  // not resize or punch the same buffer, which would wait for the pin.
   virtual Result<Pin> pin_for_read(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) = 0;
-  // For writing: a buffer populates memory over the whole range first (ENOSPC leaves everything as it was, EFBIG beyond
-  // the maximum). The size does not change: call publish() of growing() with the end of what was really written, while
-  // the pin is held (a truncation that came in between would otherwise be undone). Bytes above size() that were written
-  // and are not published must be cleared with its discard_above_size(). While a thread holds such a pin it must call
-  // nothing else that populates or takes away memory of the same buffer: a small file that moves to memory of its own
-  // waits for its writers.
+  // For writing, on device(): a buffer populates memory over the whole range first (ENOSPC leaves everything as it was,
+  // EFBIG beyond the maximum). The size does not change: call publish() of growing() with the end of what was really
+  // written, while the pin is held (a truncation that came in between would otherwise be undone). Bytes above size()
+  // that were written and are not published must be cleared with its discard_above_size(). While a thread holds such a
+  // pin it must call nothing else that populates or takes away memory of the same buffer: a small file that moves to
+  // memory of its own waits for its writers.
   virtual Result<Pin> pin_for_write(std::uint64_t offset, std::uint64_t bytes, Wait wait = Wait::kAllowed) = 0;
   // While a part is pinned: ESTALE if some of the memory was taken away, so that what was copied from or to it may be
   // lost.
