@@ -6,8 +6,9 @@ import errno
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,12 +19,10 @@ from gpufs.cli._files import raise_descriptor_limit
 from gpufs.cli._output import Failure, complain
 from gpufs.client import CopyError, CopyResult
 from gpufs.copying.entries import Entry, kind_of
-from gpufs.copying.job import CopyContext
-from gpufs.copying.loop import CopyThreads, TreeCopy
+from gpufs.copying.loop import TreeCopy
 from gpufs.copying.manifest import Limit, Manifest, find_save, text_of_name
-from gpufs.copying.restore import Restore, SavedFiles
+from gpufs.copying.restore import Restore
 from gpufs.copying.save import Save, Saved
-from gpufs.copying.types import CopyOptions
 from gpufs.exceptions import text_of
 from gpufs.syscalls import path_of
 
@@ -155,17 +154,17 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
     # The first signal only cancels, from before there is anything to remove until it is removed.
     with ExitStack() as opened, report.running(), _explained("save"):
         saved = find_saved(path, timeout, opened)
-        save = Save(saved, destination, options, report, report.cancel)
+        save = Save(saved, destination, options, report)
         opened.callback(save.close)
-        loop = TreeCopy(save, report.cancel, report)
-        loop.run(lambda: save.find(loop), options.jobs)
+        _run(save, report, options)
         if report.is_good:
             save.seal()
         if report.is_good and options.verify:
-            _check_new(save, report, options)
+            with closing(save.open()) as manifest:
+                _run(Restore(manifest, "", report), report, options)
         if report.is_good and last and save.left_out:
             text = "is another user's, and you may not read it: nothing is unmounted"
-            report.failed(save.left_out, None, OSError(errno.EACCES, text))
+            report.failed(save.left_out[0], None, OSError(errno.EACCES, text))
         if report.is_good and last and (changed := save.changed_since(began - _CLOCK_NS)):
             report.failed(changed, None, OSError(errno.EBUSY, "was changed during the save: nothing is unmounted"))
         complete = report.is_good
@@ -174,30 +173,17 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
     if report.signal is not None and not complete:
         complain("interrupted: nothing is left of it", "save")
     elif save.left_out and report.is_good:
-        more = f" and {save.left_out_count - 1} more" if save.left_out_count > 1 else ""
-        report.noticed(f"not in the save: {save.left_out}{more}, which you may not read")
+        more = f" and {len(save.left_out) - 1} more" if len(save.left_out) > 1 else ""
+        report.noticed(f"not in the save: {save.left_out[0]}{more}, which you may not read")
     return report
 
 
-def _check_new(save: Save, report: SaveReport, options: SaveOptions) -> None:
-    manifest = save.open()
-    try:
-        check(manifest, "", report, options.jobs)
-    finally:
-        manifest.close()
+def _run(copier: Save | Restore, report: SaveReport, options: SaveOptions) -> None:
+    loop = TreeCopy(copier, report.cancel, report)
+    loop.run(lambda: copier.find(loop), options.jobs)
 
 
 # ---- restore ----
-
-
-def check(manifest: Manifest, part: str, report: CopyReport, jobs: int) -> None:
-    """Compare the files of a save with their checksums."""
-    files = SavedFiles(manifest, part, report, report.cancel)
-    try:
-        workers = CopyThreads(report.cancel, report)
-        workers.run(lambda: files.find_checks(workers), jobs)
-    finally:
-        files.close()
 
 
 @contextmanager
@@ -225,31 +211,15 @@ def restore(source: tuple[Manifest, str], destination: str | None, options: Save
     manifest, part = source
     raise_descriptor_limit()
     report = SaveReport(options)
-    not_kept: dict[str, int] = {}
-    with report.running(), _explained("restore"), ExitStack() as opened:
-        if destination is None:
-            check(manifest, part, report, options.jobs)
-        else:
-            context = CopyContext(CopyOptions(), report.noticed)
-            opened.callback(context.close)
-            restore = Restore(
-                manifest,
-                part,
-                report,
-                report.cancel,
-                destination,
-                overwrite=options.overwrite,
-                verify=options.verify,
-                context=context,
-            )
-            opened.callback(restore.close)
-            workers = CopyThreads(report.cancel, report)
-            workers.run(lambda: restore.find(workers), options.jobs)
-            if restore.has_begun and not report.cancel.cancelled:
+    with report.running(), _explained("restore"):
+        restore = Restore(manifest, part, report, destination, overwrite=options.overwrite, verify=options.verify)
+        with closing(restore):
+            _run(restore, report, options)
+            if not report.cancel.cancelled:
                 restore.finish()
-            not_kept = restore.not_kept
     if report.signal is not None:
         complain("interrupted: files that were complete stay", "restore")
+    not_kept = +restore.not_kept if destination is not None else Counter()
     for kind, count in sorted(not_kept.items()):
         report.noticed(f"{_NOT_KEPT[kind]} ({count})")
     if not_kept and not manifest.trusted:

@@ -41,25 +41,17 @@ def read_xattrs(target: int | str) -> dict[str, bytes]:
     return values
 
 
-def write_xattrs(target: int | str, xattrs: Mapping[str, bytes], *, trusted: bool) -> bool:
-    """Set these, and remove access lists that the file has inherited. Return whether all could be set.
+def may_set(name: str, *, trusted: bool) -> bool:
+    """Return whether this user may set one. ``trusted``: also if it gives rights to programs."""
+    return name.startswith(_KEPT if trusted and os.geteuid() == 0 else ("user.", *_ACCESS_LISTS))
 
-    ``trusted``: whether those that give rights to programs are set, too.
-    """
+
+def write_xattrs(target: int | str, xattrs: Mapping[str, bytes]) -> None:
+    """Set these, and remove access lists that the file has inherited. ``target``: as of read_xattrs()."""
     inherited: list[str] = []
     with suppress(OSError):
         inherited = [name for name in os.listxattr(target) if name in _ACCESS_LISTS and name not in xattrs]
     for name in inherited:
         os.removexattr(target, name)
-    complete = True
     for name, value in xattrs.items():
-        if not name.startswith(_KEPT) or not (trusted or name.startswith("user.") or name in _ACCESS_LISTS):
-            complete = False
-            continue
-        try:
-            os.setxattr(target, name, value)
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            complete = False
-    return complete
+        os.setxattr(target, name, value)

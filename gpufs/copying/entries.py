@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, Literal, NamedTuple, Protocol, Self
 
 from gpufs import safe_path
+from gpufs.copying.attributes import write_xattrs
 from gpufs.copying.types import CopyError, NotOnMountCopyError, copy_error
 from gpufs.exceptions import text_of
 from gpufs.new_file import NewFile
@@ -345,8 +346,11 @@ class SourceAttributes(Protocol):
     def st_mtime_ns(self) -> int: ...
 
 
-def preserve(target: int | str, source: SourceAttributes) -> None:
-    """Set owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
+def preserve(target: int | str, source: SourceAttributes, xattrs: Mapping[str, bytes] | None = None) -> None:
+    """Set owner (if allowed), mode and times, as cp -p, and ``xattrs`` unless that is None.
+
+    ``target``: a descriptor, or path_of() an O_PATH one.
+    """
     mode, now = stat.S_IMODE(source.st_mode), os.stat(target)
     owned = (now.st_uid, now.st_gid) == (source.st_uid, source.st_gid)
     if not owned:  # else a request to the mount's daemon for nothing
@@ -360,6 +364,8 @@ def preserve(target: int | str, source: SourceAttributes) -> None:
             mode &= ~stat.S_ISUID
     if not stat.S_ISLNK(source.st_mode) and not (owned and stat.S_IMODE(now.st_mode) == mode):  # links have none
         os.chmod(target, mode)
+    if xattrs is not None:
+        write_xattrs(target, xattrs)
     os.utime(target, ns=(source.st_atime_ns, source.st_mtime_ns))
 
 

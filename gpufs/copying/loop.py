@@ -184,7 +184,7 @@ class TreeCopy(CopyThreads):
         self._options = options = copier.context.options
         self.selection = Selection(options.include, options.exclude)
         self._made: dict[str, str] | None = None  # of several sources: what is copied, by the names of the copies
-        self._is_incomplete = False  # not all of the sources can be read
+        self.is_incomplete = False  # not all of the sources can be read
         self._stored: StoredCopies | None = None  # of uploads with --update
         self._may_overwrite = False  # by --inplace
         self._jobs = 1
@@ -300,7 +300,7 @@ class TreeCopy(CopyThreads):
             try:
                 files = finding.find(url, recursive=self._options.recursive)
             except OSError as error:
-                self._fail(url.shown, error)
+                self.fail(url.shown, error)
                 continue
             copies = [of_end[place][1] for of_end in named]
             each: list[tuple[str | None, list[StoreFile], list[Entry]]]
@@ -329,29 +329,31 @@ class TreeCopy(CopyThreads):
                 if self._may_delete(names):
                     delete_other_objects(target, names, self.selection, self.state)
                     self._report_unmatched()
-                steps = replay(listed, self._fail)
+                steps = replay(listed, self.fail)
             self.add(steps, [BucketTree(target, self.state)])
 
     def _walk(self, source: str, *, hint: str = "-r copies it", follow: bool = False) -> Steps:
         recursive, dereference = self._options.recursive, self._options.dereference
         entry = Entry.of(source, follow=follow or dereference or not recursive)
-        steps = walk_files(entry, self._fail, recursive=recursive, dereference=dereference, hint=hint)
+        steps = walk_files(entry, self.fail, recursive=recursive, dereference=dereference, hint=hint)
         return self.selection.of(steps)
 
     def _copy_all(self, found: Sequence[Source], *, replaces: bool) -> None:
-        """Copy sources. If they may have several files, each is walked over to its end before anything is changed.
+        """Copy sources. If they may have several files, each is walked over to its end before anything is changed."""
+        if self._many or any(len(source.trees) > 1 for source in found):
+            found = self.planned(found, replaces=replaces)
+        for source in found:
+            self.add(source.steps, source.trees)
+
+    def planned(self, found: Sequence[Source], *, replaces: bool) -> list[Source]:
+        """Walk over sources to their ends, and return them for add(), none if not all files fit.
 
         ``replaces``: existing files keep their memory until their new versions are complete.
         """
-        if self._many or any(len(source.trees) > 1 for source in found):
-            self._made = {} if len(found) > 1 else None
-            needs = [list[_Need]() for _ in found[0].trees] if found else []
-            planned = [
-                Source(replay(self._plan(source, needs, replaces), self._fail), source.trees) for source in found
-            ]
-            found = planned if self._options.partial or self._all_fit(found, needs, replaces=replaces) else []
-        for source in found:
-            self.add(source.steps, source.trees)
+        self._made = {} if len(found) > 1 else None
+        needs = [list[_Need]() for _ in found[0].trees] if found else []
+        planned = [Source(replay(self._plan(source, needs, replaces), self.fail), source.trees) for source in found]
+        return planned if self._options.partial or self._all_fit(found, needs, replaces=replaces) else []
 
     def add(self, steps: Steps, trees: Sequence[Tree]) -> None:
         """Create directories and links, and queue files."""
@@ -373,8 +375,9 @@ class TreeCopy(CopyThreads):
                     self._report.planned(step.size * len(ends))
                     self.put(partial(self._copy, step, ends), partial(self._release, step))
 
-    def _fail(self, path: str, error: OSError) -> None:
-        self._is_incomplete = True
+    def fail(self, path: str, error: OSError) -> None:
+        """Take what cannot be found in a source."""
+        self.is_incomplete = True
         self._report.failed(path, None, error)
 
     # ---- before anything is changed ----
@@ -407,6 +410,9 @@ class TreeCopy(CopyThreads):
                 if step.parent is not None:
                     name, above = step.name, copies[step.parent]
                     ends = [(f"{path}/{name}", there is None or name in there) for path, there in above]
+                for tree, (path, may_exist) in zip(source.trees, ends, strict=True):
+                    if may_exist:
+                        tree.check_name(path, step)
                 if step.kind == "enter":
                     is_first = step.parent is None
                     copies[step.folder] = [
@@ -451,9 +457,9 @@ class TreeCopy(CopyThreads):
 
     def _may_delete(self, names: Names) -> bool:
         """Return whether a source is a directory, and all of it could be read."""
-        if self._is_incomplete:
+        if self.is_incomplete:
             self._report.noticed("warning: nothing is deleted, for not all of the source can be read")
-        return not self._is_incomplete and not self._cancel.cancelled and names.get("") == "directory"
+        return not self.is_incomplete and not self._cancel.cancelled and names.get("") == "directory"
 
     def _all_fit(self, found: Sequence[Source], needs: Sequence[list[_Need]], *, replaces: bool) -> bool:
         """Return whether all files fit at each destination, and report where not."""

@@ -14,7 +14,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import IO, Annotated, Final, Literal, NamedTuple, TypeAlias
+from typing import IO, Annotated, Final, Literal, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -33,6 +33,7 @@ PATH_BYTES: Final = 4095
 _NAME_BYTES: Final = 255
 _LARGEST_ID: Final = (1 << 32) - 2
 _LARGEST_FILE: Final = 1 << 46
+_SET_ID: Final = stat.S_ISUID | stat.S_ISGID
 
 Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_ID)]
 # Whole seconds since 1970, rounded down, and nanoseconds.
@@ -65,16 +66,6 @@ class Header(_Line, tag="gpufs-save", kw_only=True):
     limits: list[Limit] = []
 
 
-class SavedAttributes(NamedTuple):
-    """The attributes that preserve() sets."""
-
-    st_mode: int
-    st_uid: int
-    st_gid: int
-    st_atime_ns: int
-    st_mtime_ns: int
-
-
 class Named(_Line, kw_only=True):
     """An entry, unless it is a further name of a file. Modes are octal; values of extended attributes are Base64."""
 
@@ -86,8 +77,23 @@ class Named(_Line, kw_only=True):
     mtime: Time
     xattrs: dict[str, bytes] = {}
 
-    def attributes(self) -> SavedAttributes:
-        return SavedAttributes(int(self.mode, 8), self.uid, self.gid, _ns_of_time(self.atime), _ns_of_time(self.mtime))
+    def status(self, in_tree: os.stat_result | None, *, trusted: bool) -> os.stat_result:
+        """Return the attributes of what is restored. Without ``trusted`` it is the caller's, and gives no rights.
+
+        ``in_tree``: those of its file in the tree, which has the content, if there is one.
+        """
+        kind = SPECIAL_KINDS[self.kind] if isinstance(self, Special) else _KINDS[type(self)]
+        mode, owner = int(self.mode, 8), (self.uid, self.gid)
+        if not trusted:
+            mode, owner = mode & ~_SET_ID, (os.geteuid(), os.getegid())
+        place, size, others = (0, 0), 0, {"st_blocks": 0, "st_rdev": 0}
+        if in_tree is not None:
+            place, size = (in_tree.st_ino, in_tree.st_dev), in_tree.st_size
+            others["st_blocks"] = in_tree.st_blocks
+        if isinstance(self, Special):
+            others["st_rdev"] = os.makedev(self.major, self.minor)
+        others |= {"st_atime_ns": _ns_of_time(self.atime), "st_mtime_ns": _ns_of_time(self.mtime)}
+        return os.stat_result((kind | mode, *place, 1, *owner, size, 0, 0, 0), others)
 
 
 class Directory(Named, tag="directory", kw_only=True):
@@ -143,7 +149,8 @@ class End(_Line, tag="end", kw_only=True):
 Record: TypeAlias = Directory | File | Symlink | Special | HardLink
 _AnyLine: TypeAlias = Header | Record | End
 
-KINDS: Final = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK, "char": stat.S_IFCHR, "block": stat.S_IFBLK}
+SPECIAL_KINDS: Final = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK, "char": stat.S_IFCHR, "block": stat.S_IFBLK}
+_KINDS: Final = {Directory: stat.S_IFDIR, File: stat.S_IFREG, Symlink: stat.S_IFLNK}
 
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(_AnyLine)
@@ -198,7 +205,10 @@ class ManifestWriter:
         self.write(header)
 
     def write(self, line: Header | Record | End) -> None:
-        """Add a line. OSError E2BIG if it is longer than readers accept."""
+        """Add a line. OSError if it, or its path, is longer than readers accept."""
+        if isinstance(line, Named | HardLink) and len(os.fsencode(name_of_text(line.path))) > PATH_BYTES:
+            text = f"its path below the save would be longer than {PATH_BYTES} bytes: leave it out by --exclude"
+            raise OSError(errno.ENAMETOOLONG, text)
         data = _encoder.encode(line) + b"\n"
         if len(data) > _LINE_BYTES:
             raise OSError(errno.E2BIG, "has too many extended attributes or parts for a save")

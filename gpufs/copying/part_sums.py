@@ -18,35 +18,13 @@ from gpufs.copying.types import CopyProgress, Pace, Progress
 from gpufs.syscalls import os_error
 
 PART_BYTES: Final = 64 << 20
-CHANGED: Final = "was changed while it was read"
 _BLOCK_BYTES: Final = 4 << 20
 _THREADS: Final = 16  # while some wait for the disk or the device, others make checksums
 
-# Takes data: a buffer of whole pages, the bytes in it, and their offset in the file.
-Take: TypeAlias = Callable[[memoryview, int, int], None]
+# Takes data, from any of several threads: a buffer with the bytes, and their offset in the file.
+Take: TypeAlias = Callable[[memoryview, int], None]
 # The sums of parts by their offsets, in hexadecimal. A part without data has none.
 Sums: TypeAlias = dict[int, str]
-
-
-class MovedBytes:
-    """Counts and reports the bytes of one file that several threads read. ``phase``: as of CopyProgress."""
-
-    def __init__(self, size: int, progress: Progress, phase: str = "copy") -> None:
-        self.count = 0
-        self._size = size
-        self._progress = progress
-        self._phase = phase
-        self._lock = threading.Lock()  # guards the count and the pace
-        self._pace = Pace()
-
-    def add(self, count: int, *, path: str = "") -> None:
-        """Count bytes, which have moved by a path of CopyResult unless that is empty."""
-        with self._lock:
-            self.count += count
-            due = self._pace.is_due()
-        if due and self._progress is not None:
-            paths = {path: self.count} if path else {}
-            self._progress(CopyProgress(self.count, self._size, paths, self._phase))
 
 
 class PartReader:
@@ -63,37 +41,45 @@ class PartReader:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def read(self, fd: int, size: int, cancel: Cancellation, take: Take) -> Sums:
-        """Return the sums of a file. ``take`` gets the data, from several threads. OSError ECANCELED once cancelled."""
+    def read(
+        self,
+        fd: int,
+        size: int,
+        progress: Progress,
+        cancel: Cancellation,
+        take: Take = lambda data, offset: None,
+        phase: str = "copy",
+    ) -> tuple[Sums, int]:
+        """Return the sums of a file, and how many bytes it has that are not holes.
+
+        ``take`` gets the data. ``phase``: as of CopyProgress. OSError ECANCELED once cancelled.
+        """
+        read, pace, lock = 0, Pace(), threading.Lock()
+
+        def count(data: memoryview, offset: int) -> None:
+            nonlocal read
+            take(data, offset)
+            with lock:
+                read += len(data)
+                due = pace.is_due()
+            if due and progress is not None:
+                progress(CopyProgress(read, size, {"mount": read}, phase))
+
         if size <= PART_BYTES:
-            return {0: self._read_part(fd, 0, size, cancel, take)}
+            return {0: self._read_part(fd, 0, size, cancel, count)}, read
         with cancel.follower() as ours:
             starts = list(_parts_with_data(fd, size))
             futures = [
-                self._pool.submit(self._read_part, fd, start, min(start + PART_BYTES, size), ours, take)
+                self._pool.submit(self._read_part, fd, start, min(start + PART_BYTES, size), ours, count)
                 for start in starts
             ]
             try:
-                return {start: future.result() for start, future in zip(starts, futures, strict=True)}
+                return {start: future.result() for start, future in zip(starts, futures, strict=True)}, read
             except BaseException:
                 ours.cancel()
                 raise
             finally:
                 wait(futures)  # the threads use the caller's descriptors
-
-    def differing_part(
-        self, fd: int, size: int, sums: Sums, cancel: Cancellation, take: Take
-    ) -> tuple[int, int] | None:
-        """Return the start and end of the first part of a file that has another sum, None if none has."""
-        found = self.read(fd, size, cancel, take)
-        for start in sorted(found.keys() | sums.keys()):
-            end = min(start + PART_BYTES, size)
-            ours, theirs = found.get(start), sums.get(start)
-            if ours != theirs:  # a hole may have become zeros, or zeros a hole
-                zeros = _sum_of_zeros(end - start)
-                if (ours or zeros) != (theirs or zeros):
-                    return start, end
-        return None
 
     def _read_part(self, fd: int, start: int, end: int, cancel: Cancellation, take: Take) -> str:
         checksum, buffer, offset = RunningChecksum(verify=True), self._buffer(), start
@@ -108,9 +94,9 @@ class PartReader:
                 continue
             count = os.preadv(fd, [buffer[: min(_BLOCK_BYTES, data_end - offset)]], offset)
             if not count:
-                raise OSError(errno.EBUSY, CHANGED)
+                raise OSError(errno.EBUSY, "was changed while it was read")
             checksum.update(buffer[:count])
-            take(buffer, count, offset)
+            take(buffer[:count], offset)
             offset += count
         return checksum.text
 
@@ -119,6 +105,18 @@ class PartReader:
             self._of_thread.buffer = memoryview(mmap.mmap(-1, _BLOCK_BYTES))
         buffer: memoryview = self._of_thread.buffer
         return buffer
+
+
+def different_part(found: Sums, wanted: Sums, size: int) -> tuple[int, int] | None:
+    """Return the start and end of the first part of a file that has another sum than it should, None if none has."""
+    for start in sorted(found.keys() | wanted.keys()):
+        end = min(start + PART_BYTES, size)
+        ours, theirs = found.get(start), wanted.get(start)
+        if ours != theirs:  # a hole may have become zeros, or zeros a hole
+            zeros = _sum_of_zeros(end - start)
+            if (ours or zeros) != (theirs or zeros):
+                return start, end
+    return None
 
 
 def _parts_with_data(fd: int, size: int) -> Iterator[int]:

@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from gpufs.copying.entries import Entry, is_link
@@ -37,6 +37,7 @@ class Folder:
         self._entry = entry
         self.fd = -1  # -1, and None: a store has it
         self.status: os.stat_result | None = None
+        self.xattrs: Mapping[str, bytes] | None = None  # as of Step
         if entry is not None:
             self.fd, self.status = _open_directory(entry)
         # Below the source; "" for the source itself.
@@ -92,6 +93,7 @@ class Step(NamedTuple):
     size: int
     # A directory itself. For others the one that has it, None for a name that the user has given.
     folder: Folder | None
+    xattrs: Mapping[str, bytes] | None = None  # extended attributes that a copy gets, None for those of any new file
 
     @property
     def parent(self) -> Folder | None:
