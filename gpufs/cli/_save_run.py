@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -17,22 +16,14 @@ from gpufs.cli import _mounts, _queries
 from gpufs.cli._copy_report import CommandOptions, CopyReport
 from gpufs.cli._files import raise_descriptor_limit
 from gpufs.cli._output import Failure, complain
-from gpufs.client import CopyError, CopyResult
+from gpufs.client import CopyResult
 from gpufs.copying.entries import Entry, kind_of
 from gpufs.copying.loop import TreeCopy
-from gpufs.copying.manifest import Limit, Manifest, find_save, text_of_name
+from gpufs.copying.manifest import Limit, Manifest, encoded, find_save
 from gpufs.copying.restore import Restore
 from gpufs.copying.save import Save, Saved
 from gpufs.exceptions import text_of
 from gpufs.syscalls import path_of
-
-# A plain user's restore cannot keep these; the text says what becomes of them.
-_NOT_KEPT: Final = {
-    "owners": "files and directories keep another owner or group than in the save",
-    "extended attributes": "files lack extended attributes that only root may set, or the mount refuses",
-    "device nodes": "device nodes are left out",
-    "limits": "limits are left out: only root and the user who mounted may set them, and not below another limit",
-}
 
 # The clock of files may be behind ours by a tick of the kernel.
 _CLOCK_NS: Final = 20_000_000
@@ -48,22 +39,16 @@ class SaveOptions(CommandOptions):
 class SaveReport(CopyReport):
     """Collects the reports of a save. The first failure ends a save: it is whole, or not there."""
 
-    def failed(self, source: str, destination: str | None, error: OSError) -> None:
-        super().failed(source, destination, error)
-        self._end()
-
-    def _failed(self, source: str, destination: str | None, error: CopyError) -> None:
-        if error.errno != errno.ECANCELED or not self.cancel.cancelled:  # end() reports the interruption once
-            super()._failed(source, destination, error)
-            self._end()
+    def _report(self, source: str, destination: str | None, number: int, text: str, *error: Any, **how: Any) -> None:
+        if number == errno.ECANCELED and self.cancel.cancelled:
+            return  # end() reports the interruption once
+        super()._report(source, destination, number, text, *error, **how)
+        if self._options.command == "save":
+            self.cancel.cancel()
 
     def _copied(self, result: CopyResult) -> None:
         if result.method != "verify" or self._options.command == "restore":  # a save has counted the file already
             super()._copied(result)
-
-    def _end(self) -> None:
-        if self._options.command == "save":
-            self.cancel.cancel()
 
     @property
     def is_good(self) -> bool:
@@ -138,7 +123,7 @@ def _limits(status: dict[str, Any], below: str) -> list[Limit]:
             if not f"{path}/".startswith(f"{below}/"):
                 continue
             path = path[len(below) + 1 :] or "."
-        limits.append(Limit(path=text_of_name(path), limit_bytes=limit, uid=uid))
+        limits.append(Limit(path=encoded(path), limit_bytes=limit, uid=uid))
     return limits
 
 
@@ -199,13 +184,6 @@ def opened_save(path: str) -> Iterator[tuple[Manifest, str]]:
         manifest.close()
 
 
-def read_through(manifest: Manifest) -> None:
-    """Raise Failure for a manifest that is damaged."""
-    with _explained("restore"):
-        for _ in manifest.records():
-            pass
-
-
 def restore(source: tuple[Manifest, str], destination: str | None, options: SaveOptions) -> SaveReport:
     """Restore a save, or with ``destination`` None only check it. Return the report, which has not ended."""
     manifest, part = source
@@ -219,10 +197,9 @@ def restore(source: tuple[Manifest, str], destination: str | None, options: Save
                 restore.finish()
     if report.signal is not None:
         complain("interrupted: files that were complete stay", "restore")
-    not_kept = +restore.not_kept if destination is not None else Counter()
-    for kind, count in sorted(not_kept.items()):
-        report.noticed(f"{_NOT_KEPT[kind]} ({count})")
-    if not_kept and not manifest.trusted:
-        text = "belongs to another user, or others may write to it: so its owners, devices and rights are not restored"
-        report.noticed(f"{manifest.path} {text}")
+    if restore.not_kept and destination is not None:
+        why = "only root may set them, and limits the user who mounted"
+        if not manifest.trusted:
+            why = f"{manifest.path} belongs to another user, or others may write to it (chown -R and chmod change that)"
+        report.noticed(f"{restore.not_kept} owners, attributes, device nodes or limits are not restored: {why}")
     return report

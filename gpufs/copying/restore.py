@@ -10,37 +10,25 @@ import errno
 import os
 import stat
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from gpufs import mounting, safe_path
 from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import set_quota
 from gpufs.copying import entries
-from gpufs.copying.attributes import may_set, write_xattrs
+from gpufs.copying.checksums import PartReader, different_part
 from gpufs.copying.copier import FileCopier
 from gpufs.copying.deletion import writable
-from gpufs.copying.entries import Entry, OpenFile
+from gpufs.copying.entries import Entry, OpenFile, may_set, write_xattrs
 from gpufs.copying.job import CopyJob
 from gpufs.copying.loop import Source, TreeCopy
-from gpufs.copying.manifest import (
-    TREE,
-    Directory,
-    File,
-    HardLink,
-    Manifest,
-    Named,
-    Record,
-    Special,
-    Symlink,
-    name_of_text,
-)
-from gpufs.copying.part_sums import PartReader, different_part
+from gpufs.copying.manifest import TREE, Directory, File, HardLink, Manifest, Named, Record, Special, Symlink, decoded
 from gpufs.copying.tree import FileTree, TreeState
 from gpufs.copying.types import CopyError, CopyOptions, CopyResult, Outcome, Progress, Report, copy_error
-from gpufs.copying.walk import Fail, Step, Steps, walk_files
+from gpufs.copying.walk import Fail, Folder, Step, Steps, walk_files
 from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.new_file import NewFile
 from gpufs.syscalls import closed_after, open_beneath, path_of
@@ -74,39 +62,29 @@ class Restore(FileCopier):
         self.manifest = manifest
         self.overwrite = overwrite
         self.in_the_way: list[str] = []
-        self.not_kept: Counter[str] = Counter()  # what is not restored, by kind
+        self.not_kept = 0  # names whose attributes are not all restored, device nodes and limits
         self._part = part
         self._report = report
         self._verify = verify
         self._destination = "" if destination is None else safe_path.real(destination)
         self._is_root = destination is not None and mounting.is_root(self._destination)
-        self._records: dict[str, Record] = {}  # by the paths that steps have
         self._has_begun = False  # something may have been created
-        with ExitStack() as opened:
-            opened.callback(super().close)
-            for record in manifest.records():
-                path = name_of_text(record.path)
-                if part and not f"{path}/".startswith(f"{part}/"):
-                    continue
-                if self._records.setdefault(self._shown(path), record) is not record:
-                    raise OSError(errno.EINVAL, "the manifest is damaged: it has two lines of this", self._shown(path))
-            self.source = self._shown(part or ".")
-            if part and not isinstance(self._records.get(self.source), Directory):
-                raise OSError(errno.ENOENT, "is not a directory of the save", self.source)
-            self._top = open_beneath(manifest.tree, os.fsencode(part or "."), _DIRECTORY)
-            opened.callback(os.close, self._top)
-            self._reader = PartReader()
-            opened.callback(self._reader.close)
-            self._closing = opened.pop_all()
+        self._tree = os.path.join(manifest.path, TREE)
+        if part and not isinstance(manifest.records.get(part), Directory):
+            raise OSError(errno.ENOENT, "is not a directory of the save", self._shown(part))
+        self._top = open_beneath(manifest.tree, os.fsencode(part or "."), _DIRECTORY)
+        self._reader = PartReader()
 
     def close(self) -> None:
         """Close it."""
-        self._closing.close()
+        super().close()
+        self._reader.close()
+        os.close(self._top)
 
     def find(self, loop: TreeCopy) -> None:
         """Check the whole save, then create what it has, and queue its files."""
         if not self._destination:
-            loop.add(self._walk("", loop.fail), [_Checked()])
+            loop.add(self._walk(self._part, loop.fail), [_Checked()])
             return
         with Entry.of(self._destination, follow=False).filled() as (directory, _):
             if os.fstat(directory).st_dev not in self.context.mounts():
@@ -114,10 +92,9 @@ class Restore(FileCopier):
         links = [self.end(path) for path, _ in self._links()]
         planned = []
         for name in self._directories():
-            source = Source(self._walk(name, loop.fail), [_RestoredTree(self, name, loop.state)])
-            planned.append(loop.planned([source], replaces=True))
-        found = self.in_the_way + [path for path in links if not self.overwrite and os.path.lexists(path)]
-        if found:
+            tree = _RestoredTree(self, name, loop.state, is_device=self._is_root)
+            planned.append(loop.planned([Source(self._walk(name, loop.fail), [tree])], replaces=True))
+        if found := self.in_the_way + ([] if self.overwrite else list(filter(os.path.lexists, links))):
             more = f", and so are {len(found) - 1} more" if len(found) > 1 else ""
             text = f"is in the way{more}" + ("" if self.overwrite else " (--overwrite replaces files)")
             loop.fail(found[0], OSError(errno.EEXIST, text))
@@ -125,107 +102,109 @@ class Restore(FileCopier):
         for (source,) in planned if self._has_begun else []:
             loop.add(source.steps, source.trees)
 
+    # ---- names ----
+
     def _shown(self, path: str) -> str:
-        """Return the name of a path of the save, for messages."""
-        return os.path.join(self.manifest.path, TREE, *(() if path == "." else (path,)))
+        """Return the name of a path in the save, for messages and steps; "" or . for its tree."""
+        return self._tree if path in ("", ".") else os.path.join(self._tree, path)
+
+    def record(self, shown: str) -> Record | None:
+        return self.manifest.records.get(shown[len(self._tree) + 1 :] or ".")
+
+    def _below(self, directory: str) -> Iterator[tuple[str, Record]]:
+        """Yield what the manifest has of a directory, and below it; "" for all."""
+        for path, record in self.manifest.records.items():
+            if not directory or f"{path}/".startswith(f"{directory}/"):
+                yield path, record
 
     def end(self, path: str) -> str:
-        """Return what a path of a step becomes."""
-        return os.path.join(self._destination, path[len(self.source) + 1 :]).rstrip("/")
-
-    def record(self, step: Step) -> Record | None:
-        """Return what the manifest has of a step."""
-        return self._records.get(step.path)
+        """Return what a path in the save becomes."""
+        return os.path.normpath(os.path.join(self._destination, path[len(self._part) :].lstrip("/")))
 
     def _directories(self) -> list[str]:
-        """Return what is restored by itself: the devices of a mount, or "" for all."""
+        """Return what is restored by itself: the devices of a mount, or the source."""
         if not self._is_root:
-            return [""]
-        firsts = {path: path[len(self.source) + 1 :].partition("/")[0] for path in self._records}
-        used = {name for path, name in firsts.items() if not isinstance(self._records[path], Directory)}
-        for name in sorted(used):
-            if not self.manifest.header.mount or self._part:
-                text = f"the root of a mount takes no files: give a directory of a device, as {self._destination}/gpu0"
-                raise OSError(errno.ENODEV, text, self._destination)
-            if not self._has_device(name):  # of others it does not matter
+            return [self._part]
+        if not self.manifest.header.mount or self._part:
+            text = f"the root of a mount takes no files: give a directory of a device, as {self._destination}/gpu0"
+            raise OSError(errno.ENODEV, text, self._destination)
+        for path, record in self.manifest.records.items():
+            name = path.partition("/")[0]
+            if not self._has_device(name) and not (path == name and isinstance(record, Directory)):
                 how = "mount with --host-memory, or " if name.startswith("host") else ""
                 place = self._shown(name)
                 text = f"the mount has no such device: {how}restore {place} into a directory of another one"
-                raise OSError(errno.ENODEV, text, os.path.join(self._destination, name))
-        return sorted(filter(self._has_device, set(firsts.values())))
+                raise OSError(errno.ENODEV, text, self.end(name))
+        return sorted(filter(self._has_device, {path.partition("/")[0] for path in self.manifest.records}))
 
     def _has_device(self, name: str) -> bool:
-        path = os.path.join(self._destination, name)
-        return name.startswith(DEVICE_DIRECTORIES) and Entry.of(path, follow=False).is_directory()
+        return name.startswith(DEVICE_DIRECTORIES) and Entry.of(self.end(name), follow=False).is_directory()
 
     # ---- the walk ----
 
-    def _walk(self, name: str, fail: Fail) -> Steps:
-        """Yield what the manifest has below the source, or below a directory in it, with the attributes from there.
+    def _walk(self, directory: str, fail: Fail) -> Steps:
+        """Yield what the manifest has of a directory of the save and below it, with the attributes from there.
 
         What only the tree has is left out.
         """
-        top = Entry(os.path.join(self.source, name) if name else self.source, name or ".", self._top, follow=False)
-        missing = {path for path in self._records if f"{path}/".startswith(f"{top.path}/")}
-        others: dict[str, list[tuple[str, Symlink | Special]]] = defaultdict(list)  # by their directories
+        top = Entry(self._shown(directory), "." if directory == self._part else directory, self._top, follow=False)
+        missing = {path for path, record in self._below(directory) if not isinstance(record, HardLink)}
+        others: dict[str, list[str]] = defaultdict(list)  # links and special files, by their directories
         for path in missing:
-            other = self._records[path]
-            if isinstance(other, Symlink | Special):
-                others[os.path.dirname(path)].append((path, other))
+            if isinstance(self.manifest.records[path], Symlink | Special):
+                others[self._shown(os.path.dirname(path))].append(path)
         with closing(walk_files(top, fail, recursive=True, dereference=False)) as steps:
             for step in steps:
-                record, folder = self._records.get(step.path), step.folder
-                if step.kind == "leave":
-                    if folder is not None and folder.wanted:
-                        yield step
-                elif step.kind == "enter" and folder is not None:
-                    folder.wanted = isinstance(record, Directory) or step.path == self.source
-                    if not folder.wanted:
-                        continue
-                    missing.discard(step.path)
-                    if isinstance(record, Directory):
-                        step = self._with_attributes(step, record)
-                        folder.status, folder.xattrs = step.status, step.xattrs
-                    yield step
-                    for path, other in others[step.path]:
-                        missing.discard(path)
-                        entry = Entry(path, os.path.basename(path), folder.fd, follow=False)
-                        if self._may_make(other):
-                            yield self._with_attributes(Step("file", entry, entry.name, path, None, 0, folder), other)
-                elif isinstance(record, File) and step.status is not None:
-                    missing.discard(step.path)
+                folder, record = step.folder, self.record(step.path)
+                if step.kind == "file" and isinstance(record, File) and step.status is not None:
+                    missing.discard(step.path[len(self._tree) + 1 :])
                     try:
                         _check_file(step.status, record)
                     except OSError as error:
                         fail(step.path, error)
                         continue
                     yield self._with_attributes(step, record)
-        missing = {path for path in missing if not isinstance(self._records[path], HardLink)}
+                elif step.kind == "leave" and folder is not None and folder.wanted:
+                    yield step
+                elif step.kind == "enter" and folder is not None:
+                    folder.wanted = isinstance(record, Directory) or step.path == top.path
+                    if isinstance(record, Directory):
+                        missing.discard(step.path[len(self._tree) + 1 :] or ".")
+                        step = self._with_attributes(step, record)
+                        folder.status, folder.xattrs = step.status, step.xattrs
+                    if folder.wanted:
+                        yield step
+                        missing.difference_update(others[step.path])
+                        yield from self._others(others[step.path], folder)
         if missing:
             more = f", and so are {len(missing) - 1} more" if len(missing) > 1 else ""
-            fail(min(missing), OSError(errno.ENOENT, f"is missing in the save{more}"))
+            fail(self._shown(min(missing)), OSError(errno.ENOENT, f"is missing in the save{more}"))
+
+    def _others(self, paths: Iterable[str], folder: Folder) -> Iterator[Step]:
+        """Yield links and special files, which the tree need not have."""
+        for path in paths:
+            record, name = self.manifest.records[path], os.path.basename(path)
+            assert isinstance(record, Symlink | Special)
+            is_device = isinstance(record, Special) and record.kind in ("char", "block")
+            if is_device and not (self.manifest.trusted and os.geteuid() == 0):
+                self.not_kept += 1
+                continue
+            entry = Entry(self._shown(path), name, folder.fd, follow=False)
+            yield self._with_attributes(Step("file", entry, name, entry.path, None, 0, folder), record)
 
     def _with_attributes(self, step: Step, record: Named) -> Step:
-        """Return a step with the attributes that are restored, and count those that are not."""
+        """Return a step with the attributes that are restored, and count it if these are not all."""
         user = os.geteuid()
         status, xattrs = self._attributes(record, step.status)
         owner = status.st_uid, status.st_gid
         is_allowed = user == 0 or (owner[0] == user and owner[1] in (os.getegid(), *os.getgroups()))
-        self.not_kept["owners"] += not is_allowed or owner != (record.uid, record.gid)
-        self.not_kept["extended attributes"] += len(xattrs) < len(record.xattrs)
+        self.not_kept += not is_allowed or owner != (record.uid, record.gid) or len(xattrs) < len(record.xattrs)
         return step._replace(status=status, xattrs=xattrs)
 
     def _attributes(self, record: Named, in_tree: os.stat_result | None) -> tuple[os.stat_result, dict[str, bytes]]:
         trusted = self.manifest.trusted
         xattrs = {name: value for name, value in record.xattrs.items() if may_set(name, trusted=trusted)}
         return record.status(in_tree, trusted=trusted), xattrs
-
-    def _may_make(self, record: Symlink | Special) -> bool:
-        """Return whether this may create it, and count it if not."""
-        may = isinstance(record, Symlink) or record.kind in ("fifo", "socket")
-        may = may or (self.manifest.trusted and os.geteuid() == 0)
-        self.not_kept["device nodes"] += not may
-        return may
 
     # ---- files ----
 
@@ -235,7 +214,7 @@ class Restore(FileCopier):
         (end,) = ends
         assert isinstance(source, Entry)
         assert isinstance(end, Entry)
-        record = self._records[source.path]
+        record = self.record(source.path)
         assert isinstance(record, File)
         try:
             with entries.open_source(source) as file:
@@ -278,8 +257,7 @@ class Restore(FileCopier):
     ) -> None:
         """Compare a file with the checksums of the manifest. CopyError EIO if it differs."""
         found, _ = self._reader.read(fd, record.size, progress, cancel, phase=phase)
-        different = different_part(found, record.sums(), record.size)
-        if different is not None:
+        if (different := different_part(found, record.sums(), record.size)) is not None:
             start, end = different
             text = f"is damaged: bytes {start} to {end} do not have the checksum of the manifest"
             raise CopyError(errno.EIO, text, shown)
@@ -288,15 +266,15 @@ class Restore(FileCopier):
 
     def finish(self) -> None:
         """Create further names of files, and set the limits."""
-        for path, first in self._links() if self._has_begun else ():
+        if not self._has_begun:
+            return
+        for path, first in self._links():
             try:
                 self._link(path, first)
             except OSError as error:
                 self._report.failed(self.end(path), None, error)
-        for limit in (
-            self.manifest.header.limits if self._has_begun and self.manifest.trusted and not self._part else ()
-        ):
-            path = name_of_text(limit.path)
+        for limit in self.manifest.header.limits if self.manifest.trusted and not self._part else ():
+            path = decoded(limit.path)
             if self._is_root and path != "." and not self._has_device(path.partition("/")[0]):
                 continue
             if limit.uid is not None and not self._is_root:
@@ -305,22 +283,24 @@ class Restore(FileCopier):
                 with self._open_below(path) as directory:
                     set_quota(path_of(directory), limit.uid, limit.limit_bytes)
             except OSError as error:
+                self.not_kept += 1
                 if error.errno not in (errno.EPERM, errno.EACCES, errno.EBUSY):
-                    self._report.failed(os.path.join(self._destination, path), None, error)
-                self.not_kept["limits"] += 1
+                    self._report.failed(self.end(path), None, error)
 
     def _links(self) -> Iterator[tuple[str, str]]:
         """Yield the paths of further names of files, and of the first ones. OSError unless these are restored, too."""
-        for path, record in self._records.items():
+        for path, record in self._below(self._part):
             if isinstance(record, HardLink):
-                first = self._shown(name_of_text(record.to))
-                if not isinstance(self._records.get(first), File):
+                first = decoded(record.to)
+                is_restored = not self._part or first.startswith(f"{self._part}/")
+                if not is_restored or not isinstance(self.manifest.records.get(first), File):
                     text = f"is another name of {first}, no file of what is restored: restore a directory with both"
-                    raise OSError(errno.EXDEV, text, path)
+                    raise OSError(errno.EXDEV, text, self._shown(path))
                 yield path, first
 
     def _link(self, path: str, first: str) -> None:
-        (above, old), (below, name) = (os.path.split(each[len(self.source) + 1 :]) for each in (first, path))
+        paths = (os.path.relpath(each, self._part or ".") for each in (first, path))
+        (above, old), (below, name) = map(os.path.split, paths)
         with self._open_below(above) as source, self._open_below(below) as directory:
             with writable(path_of(directory), os.fstat(directory), keeps_times=True):
                 if self.overwrite:
@@ -360,12 +340,12 @@ class _Checked:
 
 
 class _RestoredTree(FileTree):
-    """What a directory of the save becomes. ``name``: that of a device, "" for the destination itself."""
+    """What a directory of the save becomes. ``path``: in the save. ``is_device``: it is that of a device."""
 
-    def __init__(self, restore: Restore, name: str, state: TreeState) -> None:
-        super().__init__(Entry.of(restore.end(os.path.join(restore.source, name)), follow=False), state)
+    def __init__(self, restore: Restore, path: str, state: TreeState, *, is_device: bool) -> None:
+        super().__init__(Entry.of(restore.end(path), follow=False), state)
         self._restore = restore
-        self._is_device = bool(name)
+        self._gets_attributes = is_device and restore.manifest.trusted  # although it exists
 
     def check_name(self, path: str, step: Step) -> None:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -375,17 +355,17 @@ class _RestoredTree(FileTree):
                 self._restore.in_the_way.append(path)
 
     def enter(self, step: Step) -> bool:
-        """Create a directory. The one that the user has named keeps its attributes, unless it is a device."""
+        """Create a directory. If the one that the user has named exists, it keeps its attributes."""
         folder = step.folder
         if folder is None or not super().enter(step):
             return False
         directory = self._directories[folder]
         if not directory.created:
-            is_named = folder.parent is None and not (self._is_device and self._restore.manifest.trusted)
-            directory.keeps = not is_named and os.geteuid() in (0, os.fstat(directory.fd).st_uid)
+            wants = self._gets_attributes or folder.parent is not None
+            directory.keeps = wants and os.geteuid() in (0, os.fstat(directory.fd).st_uid)
         return True
 
     def _target(self, step: Step, entry: Entry) -> str:
-        record = self._restore.record(step)
+        record = self._restore.record(step.path)
         assert isinstance(record, Symlink)
-        return name_of_text(record.target)
+        return decoded(record.target)

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from gpufs import safe_path, syscalls
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
-from gpufs.copying.attributes import read_xattrs
+from gpufs.copying.checksums import PART_BYTES, PartReader
 from gpufs.copying.copier import FileCopier
-from gpufs.copying.entries import Entry, OpenFile, data_bytes, open_path
+from gpufs.copying.entries import Entry, OpenFile, data_bytes, open_path, read_xattrs
 from gpufs.copying.loop import TreeCopy
 from gpufs.copying.manifest import (
     SPECIAL_KINDS,
@@ -37,11 +37,10 @@ from gpufs.copying.manifest import (
     Record,
     Special,
     Symlink,
-    text_of_name,
+    encoded,
     time_text,
 )
 from gpufs.copying.new_directory import NewDirectory
-from gpufs.copying.part_sums import PART_BYTES, PartReader
 from gpufs.copying.tree import FileTree, TreeState
 from gpufs.copying.types import CopyError, CopyOptions, CopyResult, Outcome, Progress, Report
 from gpufs.copying.walk import Folder, Step, Steps, replay, walk_files
@@ -91,14 +90,14 @@ class Save(FileCopier):
         self.left_out: list[str] = []  # others' files that the caller may not read
         with ExitStack() as opened:
             opened.callback(super().close)
-            self._new = NewDirectory(self.path, _check_is_save)
+            self._new = NewDirectory(self.path)
             opened.callback(self._new.close)
             os.mkdir(TREE, 0o700, dir_fd=self._new.fd)
             self.tree = os.open(TREE, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._new.fd)
             opened.callback(os.close, self.tree)
             header = Header(
                 version=VERSION,
-                source=text_of_name(saved.path),
+                source=encoded(saved.path),
                 saved=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 mount=saved.mount,
                 limits=saved.limits,
@@ -234,7 +233,7 @@ class Save(FileCopier):
                 if error.errno not in _NO_HARD_LINKS:
                     raise
         self._manifest.finish()
-        self._new.sync()
+        syscalls.syncfs(self._new.fd)
 
     def open(self) -> Manifest:
         """Open it for reading, after seal()."""
@@ -270,7 +269,7 @@ class _SavedTree(FileTree):
             return None
         path = os.path.join(self._name, step.below)
         if step.status.st_nlink > 1 and (first := self._save.first_name(step.status, path)) is not None:
-            self._write(step.path, lambda: HardLink(path=text_of_name(path), to=text_of_name(first)))
+            self._write(step.path, lambda: HardLink(path=encoded(path), to=encoded(first)))
             return None
         return self._entry(step)
 
@@ -288,7 +287,7 @@ class _SavedTree(FileTree):
         if stat.S_ISLNK(status.st_mode):
             target = os.readlink(step.source.name, dir_fd=step.source.directory)
             os.symlink(target, step.name, dir_fd=self._directories[step.folder].fd)
-            return Symlink(**named, target=text_of_name(target))
+            return Symlink(**named, target=encoded(target))
         kind = _KIND_NAMES[stat.S_IFMT(status.st_mode)]
         return Special(**named, kind=kind, major=os.major(status.st_rdev), minor=os.minor(status.st_rdev))
 
@@ -321,7 +320,7 @@ def _explained(error: OSError) -> OSError:
 def _named(path: str, status: os.stat_result, xattrs: dict[str, bytes]) -> dict[str, Any]:
     """Return the attributes of a line of the manifest."""
     return {
-        "path": text_of_name(path),
+        "path": encoded(path),
         "mode": f"{stat.S_IMODE(status.st_mode):04o}",
         "uid": status.st_uid,
         "gid": status.st_gid,
@@ -338,12 +337,3 @@ def _fresh_status(fd: int) -> os.stat_result:
 
 def _changes(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _check_is_save(directory: int) -> None:
-    """Raise OSError for a directory that is not a save."""
-    try:
-        Manifest(path_of(directory)).close()
-    except OSError:
-        text = "exists and is not a save, nor empty: give another name, or a new one below it"
-        raise OSError(errno.EEXIST, text) from None
