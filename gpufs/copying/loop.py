@@ -80,23 +80,38 @@ class _Thread:
             self.ended.set()
 
 
-class CopyThreads:
-    """Threads that carry out calls, with a bound on those that wait."""
+class TreeCopy:
+    """One copy of files and directories, with the options of the copier, by several threads."""
 
-    def __init__(self, cancel: Cancellation, report: Report) -> None:
+    def __init__(self, copier: FileCopier, cancel: Cancellation, report: Report) -> None:
         self._cancel = cancel
         self._report = report
-        # A call, and what to do in its place once cancelled; None for each thread at the end.
+        # A call, and what to do in its place once cancelled; None for each thread at the end. It has a bound.
         self._queue: Queue[tuple[Callable[[], None], Callable[[], None]] | None] = Queue(_QUEUED_FILES)
+        self.state = TreeState(copier.context, cancel, report)
+        self._copier = copier
+        self._options = options = copier.context.options
+        self.selection = Selection(options.include, options.exclude)
+        self._made: dict[str, str] | None = None  # of several sources: what is copied, by the names of the copies
+        self.is_incomplete = False  # not all of the sources can be read
+        self._stored: StoredCopies | None = None  # of uploads with --update
+        self._may_overwrite = False  # by --inplace
+        self._jobs = 1
+        self._many = True  # several files, perhaps
+        # A lock if there is space for one copy at a time.
+        self._turn: AbstractContextManager[object] = nullcontext()
+
+    # ---- the threads ----
 
     def run(self, find: Callable[[], None], jobs: int) -> None:
         """Copy what ``find`` adds, by up to ``jobs`` threads. OSError EAGAIN if no thread can be started.
 
         ``find`` runs on a thread of its own, for a store or a disk may be slow to answer.
         """
+        self._jobs = jobs if self._many else 1
         workers: list[_Thread] = []
         try:
-            for _ in range(jobs):
+            for _ in range(self._jobs):
                 workers.append(_Thread(self._work))
         except OSError:
             if not workers:
@@ -140,7 +155,7 @@ class CopyThreads:
         thread.ended.wait(_REFRESH)
         self._report.tick()
 
-    def put(self, work: Callable[[], None], drop: Callable[[], None] = lambda: None) -> None:
+    def _put(self, work: Callable[[], None], drop: Callable[[], None] = lambda: None) -> None:
         """Queue a call for one of the threads, and wait for space. Once cancelled ``drop`` is called instead."""
         while not self._cancel.cancelled:
             with suppress(Full):
@@ -172,30 +187,6 @@ class CopyThreads:
             if queued is None:
                 return
             queued[self._cancel.cancelled]()
-
-
-class TreeCopy(CopyThreads):
-    """One copy of files and directories, with the options of the copier."""
-
-    def __init__(self, copier: FileCopier, cancel: Cancellation, report: Report) -> None:
-        super().__init__(cancel, report)
-        self.state = TreeState(copier.context, cancel, report)
-        self._copier = copier
-        self._options = options = copier.context.options
-        self.selection = Selection(options.include, options.exclude)
-        self._made: dict[str, str] | None = None  # of several sources: what is copied, by the names of the copies
-        self.is_incomplete = False  # not all of the sources can be read
-        self._stored: StoredCopies | None = None  # of uploads with --update
-        self._may_overwrite = False  # by --inplace
-        self._jobs = 1
-        self._many = True  # several files, perhaps
-        # A lock if there is space for one copy at a time.
-        self._turn: AbstractContextManager[object] = nullcontext()
-
-    def run(self, find: Callable[[], None], jobs: int) -> None:
-        """Copy what ``find`` adds, as CopyThreads.run()."""
-        self._jobs = jobs if self._many else 1
-        super().run(find, self._jobs)
 
     # ---- what is copied ----
 
@@ -275,7 +266,7 @@ class TreeCopy(CopyThreads):
                 except Exception as error:  # noqa: BLE001 - raised below, where the connection explains it
                     failures.append(error)
 
-            yield partial(self.put, carry_out)
+            yield partial(self._put, carry_out)
             if failures:
                 raise failures[0]
 
@@ -373,7 +364,7 @@ class TreeCopy(CopyThreads):
                     if folder is not None:
                         folder.use()
                     self._report.planned(step.size * len(ends))
-                    self.put(partial(self._copy, step, ends), partial(self._release, step))
+                    self._put(partial(self._copy, step, ends), partial(self._release, step))
 
     def fail(self, path: str, error: OSError) -> None:
         """Take what cannot be found in a source."""

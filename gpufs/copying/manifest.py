@@ -19,7 +19,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 from gpufs import safe_path
-from gpufs.copying.checksums import PART_BYTES, Sums
+from gpufs.copying.checksums import Sums
 from gpufs.syscalls import closed_after, trusted
 
 MANIFEST: Final = "manifest.jsonl"
@@ -40,6 +40,7 @@ Time: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,12}\.[0-9]{9}
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_FILE)]
 Mode: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-7]{3,4}\Z")]
 Sum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Offset: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,15}\Z")]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=3 * PATH_BYTES)]
 
 
@@ -104,19 +105,11 @@ class File(Named, tag="file", kw_only=True):
 
     size: Size
     sha256: Sum | None = None
-    parts: dict[str, Sum] = {}
+    parts: dict[Offset, Sum] = {}
 
     def sums(self) -> Sums:
-        """Return the sums by offset. ValueError if the offsets are not those of parts."""
-        if self.size <= PART_BYTES:
-            if self.sha256 is None or self.parts:
-                raise ValueError("a file of one part has sha256 alone")
-            return {0: self.sha256}
-        sums = {int(offset): text for offset, text in self.parts.items() if offset.isascii() and offset.isdecimal()}
-        fine = all(offset % PART_BYTES == 0 and offset < self.size for offset in sums)
-        if self.sha256 is not None or len(sums) != len(self.parts) or not fine:
-            raise ValueError("the offsets of its parts are wrong")
-        return sums
+        """Return the sums by offset."""
+        return {int(offset): text for offset, text in self.parts.items()} if self.sha256 is None else {0: self.sha256}
 
 
 class Symlink(Named, tag="symlink", kw_only=True):
@@ -180,14 +173,8 @@ def _checked_path(text: str) -> str:
     """Return a path below the save. ValueError for one that could lead elsewhere."""
     path = decoded(text)
     raw = os.fsencode(path)
-    names = raw.split(b"/")
-    if raw == b".":
-        return path
-    if (
-        len(raw) > PATH_BYTES
-        or b"\0" in raw
-        or any(name in (b"", b".", b"..") or len(name) > _NAME_BYTES for name in names)
-    ):
+    is_name = [0 < len(name) <= _NAME_BYTES and name not in (b".", b"..") for name in raw.split(b"/")]
+    if path != "." and (not all(is_name) or len(raw) > PATH_BYTES or b"\0" in raw):
         raise ValueError(f"{text!r} is not a path below the save")
     return path
 
@@ -297,21 +284,16 @@ def _check(line: _AnyLine) -> None:
             raise ValueError(f"it is of version {line.version} of the format, and this gpufs reads version {VERSION}")
         for limit in line.limits:
             _checked_path(limit.path)
-    if not isinstance(line, Named | HardLink):
-        return
-    if _checked_path(line.path) == "." and not isinstance(line, Directory):
+    if isinstance(line, Named | HardLink) and _checked_path(line.path) == "." and not isinstance(line, Directory):
         raise ValueError("only a directory is the saved directory itself")
     if isinstance(line, Named) and any("\0" in name for name in line.xattrs):
         raise ValueError("the name of an extended attribute is wrong")
-    match line:
-        case HardLink():
-            _checked_path(line.to)
-        case File():
-            line.sums()
-        case Symlink():
-            target = os.fsencode(decoded(line.target))
-            if not target or len(target) > PATH_BYTES or b"\0" in target:
-                raise ValueError("the target of a symbolic link is wrong")
+    if isinstance(line, HardLink):
+        _checked_path(line.to)
+    if isinstance(line, Symlink):
+        target = os.fsencode(decoded(line.target))
+        if not target or len(target) > PATH_BYTES or b"\0" in target:
+            raise ValueError("the target of a symbolic link is wrong")
 
 
 def _is_ours(fd: int) -> bool:
