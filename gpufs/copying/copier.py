@@ -24,12 +24,11 @@ from gpufs.copying.types import (
     Progress,
     copy_error,
 )
+from gpufs.copying.walk import End, Step
 from gpufs.syscalls import Closing
 
 if TYPE_CHECKING:
     from gpufs.copying.store_copy import StoreCopies
-    from gpufs.stores.files import StoreFile
-    from gpufs.stores.urls import Url
 
 
 class FileCopier(Closing):
@@ -46,21 +45,15 @@ class FileCopier(Closing):
             self._store_copies.close()
         self.context.close()
 
-    def copy_each(
-        self,
-        source: Entry | StoreFile,
-        ends: Sequence[Entry | Url],
-        *,
-        progress: Progress,
-        cancel: Cancellation,
-    ) -> list[Outcome]:
+    def copy_each(self, step: Step, ends: Sequence[End], progress: Progress, cancel: Cancellation) -> list[Outcome]:
         """Copy a file, of this machine or of a store, to each of its destinations by the fastest way that they have.
 
         The outcomes are in the order of ``ends``. A destination that fails does not end the other copies. Of several
         destinations ``progress`` counts the bytes of all copies, from several threads, one at a time.
         """
         names = [end for end in ends if isinstance(end, Entry)]
-        identity = None
+        identity, source = None, step.source
+        assert source is not None
         try:
             if not isinstance(source, Entry) and source.cached is not None:
                 identity = Identity.of_stored(source)

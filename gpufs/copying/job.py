@@ -159,7 +159,7 @@ class CopyJob:
         created: bool = False,
         stream: bool = False,
         new: NewFile | None = None,
-        complete: Callable[[], None] | None = None,
+        complete: Callable[[NewFile], None] | None = None,
         identity: Identity | None = None,
         progress: Progress = None,
         cancel: Cancellation | None = None,
@@ -190,6 +190,7 @@ class CopyJob:
         *,
         stream: bool = False,
         readable: bool = False,
+        complete: Callable[[NewFile], None] | None = None,
         identity: Identity | None = None,
         progress: Progress = None,
         cancel: Cancellation | None = None,
@@ -208,8 +209,8 @@ class CopyJob:
             )
         try:
             end = OpenFile(destination, fd, os.fstat(fd))
-            how: dict[str, Any] = {"progress": progress, "cancel": cancel}
-            return cls(context, source, end, created=created, stream=stream, new=new, identity=identity, **how)
+            how: dict[str, Any] = {"identity": identity, "complete": complete, "progress": progress, "cancel": cancel}
+            return cls(context, source, end, created=created, stream=stream, new=new, **how)
         except BaseException:
             os.close(fd) if new is None else new.close()
             raise
@@ -362,8 +363,8 @@ class CopyJob:
         if durable and not self._data.synced:
             os.fsync(fd)
         digest = self._verify() if options.verify else None
-        if self._give_name is not None:
-            self._give_name()
+        if self._new is not None and self._give_name is not None:
+            self._give_name(self._new)
         elif self._new is not None:
             self._new.complete(self.destination.entry.name)
         if durable and self._created:

@@ -20,7 +20,7 @@ from gpufs.copying.entries import Entry, data_bytes, find_targets, kind_of
 from gpufs.copying.patterns import Selection
 from gpufs.copying.tree import FileTree, TreeState, adopt, has_attributes
 from gpufs.copying.types import STREAM, CopyResult, Outcome, Report, as_os_error, check_options
-from gpufs.copying.walk import Folder, Step, Steps, replay, walk_files, walk_store
+from gpufs.copying.walk import End, Folder, Step, Steps, replay, walk_files, walk_store
 from gpufs.exceptions import text_of
 from gpufs.syscalls import start_thread
 
@@ -59,7 +59,7 @@ class Tree(Protocol):
     def enter(self, step: Step) -> bool:
         """Create a directory. Return whether it can be filled."""
 
-    def file(self, step: Step) -> Entry | Url | None:
+    def file(self, step: Step) -> End | None:
         """Return the name of the copy of a file, None if it is not copied."""
 
     def special(self, step: Step) -> None:
@@ -511,7 +511,7 @@ class TreeCopy:
 
     # ---- one file ----
 
-    def _copy(self, step: Step, ends: list[Entry | Url]) -> None:
+    def _copy(self, step: Step, ends: list[End]) -> None:
         assert step.source is not None
         try:
             if self._options.update:
@@ -524,7 +524,7 @@ class TreeCopy:
                 outcomes: list[Outcome] = [CopyResult(step.path, name, step.size, 0.0, "dry-run", {}) for name in names]
             else:
                 with self._turn:
-                    outcomes = self._copier.copy_each(step.source, ends, progress=progress, cancel=self._cancel)
+                    outcomes = self._copier.copy_each(step, ends, progress, self._cancel)
             self._report.finished(step.path, names, outcomes)
         except Exception as error:  # noqa: BLE001 - the other files are still copied
             self._report.failed(step.path, None, as_os_error(error))
@@ -535,7 +535,7 @@ class TreeCopy:
         if step.folder is not None:
             step.folder.release()
 
-    def _different(self, step: Step, ends: list[Entry | Url]) -> list[Entry | Url]:
+    def _different(self, step: Step, ends: list[End]) -> list[End]:
         """Return those of the copies that are to be made, and count the others. It asks stores, and reads contents."""
         different = []
         for end in ends:
@@ -550,7 +550,7 @@ class TreeCopy:
                 different.append(end)
         return different
 
-    def _has_content(self, step: Step, end: Entry | Url) -> bool:
+    def _has_content(self, step: Step, end: End) -> bool:
         options, source = self._options, step.source
         assert source is not None
         if not options.checksum:

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpufs import mounting, safe_path
 from gpufs.client._cancellation import Cancellation
@@ -28,14 +28,10 @@ from gpufs.copying.loop import Source, TreeCopy
 from gpufs.copying.manifest import TREE, Directory, File, HardLink, Manifest, Named, Record, Special, Symlink, decoded
 from gpufs.copying.tree import FileTree, TreeState
 from gpufs.copying.types import CopyError, CopyOptions, CopyResult, Outcome, Progress, Report, copy_error
-from gpufs.copying.walk import Fail, Folder, Step, Steps, walk_files
+from gpufs.copying.walk import End, Fail, Folder, Step, Steps, walk_files
 from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.new_file import NewFile
 from gpufs.syscalls import closed_after, open_beneath, path_of
-
-if TYPE_CHECKING:
-    from gpufs.stores.files import StoreFile
-    from gpufs.stores.urls import Url
 
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
 
@@ -194,62 +190,55 @@ class Restore(FileCopier):
 
     def _with_attributes(self, step: Step, record: Named) -> Step:
         """Return a step with the attributes that are restored, and count it if these are not all."""
-        user = os.geteuid()
-        status, xattrs = self._attributes(record, step.status)
+        user, trusted = os.geteuid(), self.manifest.trusted
+        status = record.status(step.status, trusted=trusted)
+        xattrs = {name: value for name, value in record.xattrs.items() if may_set(name, trusted=trusted)}
         owner = status.st_uid, status.st_gid
         is_allowed = user == 0 or (owner[0] == user and owner[1] in (os.getegid(), *os.getgroups()))
         self.not_kept += not is_allowed or owner != (record.uid, record.gid) or len(xattrs) < len(record.xattrs)
         return step._replace(status=status, xattrs=xattrs)
 
-    def _attributes(self, record: Named, in_tree: os.stat_result | None) -> tuple[os.stat_result, dict[str, bytes]]:
-        trusted = self.manifest.trusted
-        xattrs = {name: value for name, value in record.xattrs.items() if may_set(name, trusted=trusted)}
-        return record.status(in_tree, trusted=trusted), xattrs
-
     # ---- files ----
 
-    def copy_each(
-        self, source: Entry | StoreFile, ends: Sequence[Entry | Url], *, progress: Progress, cancel: Cancellation
-    ) -> list[Outcome]:
+    def copy_each(self, step: Step, ends: Sequence[End], progress: Progress, cancel: Cancellation) -> list[Outcome]:
         (end,) = ends
-        assert isinstance(source, Entry)
+        record = self.record(step.path)
+        assert isinstance(step.source, Entry)
         assert isinstance(end, Entry)
-        record = self.record(source.path)
         assert isinstance(record, File)
         try:
-            with entries.open_source(source) as file:
+            with entries.open_source(step.source) as file:
                 _check_file(file.status, record)
                 if self._destination:
-                    return [self._load(record, file, end, progress, cancel)]
+                    return [self._load(step, record, file, end, progress, cancel)]
                 began = time.monotonic()
                 # The file that this machine has written is read from disk.
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                self._check(file.fd, record, source.path, progress, cancel, "copy")
-            names, seconds = (source.path, source.path), time.monotonic() - began
+                self._check(file.fd, record, step.path, progress, cancel, "copy")
+            names, seconds = (step.path, step.path), time.monotonic() - began
             return [CopyResult(*names, record.size, seconds, "verify", {}, (), record.sha256)]
         except OSError as error:
-            return [copy_error(error, source.path, end.path if self._destination else None)]
+            return [copy_error(error, step.path, end.path if self._destination else None)]
 
-    def _load(self, record: File, file: OpenFile, end: Entry, progress: Progress, cancel: Cancellation) -> CopyResult:
-        assert end.directory is not None
-        status, xattrs = self._attributes(record, file.status)
-        file = file._replace(status=status)
-        new = NewFile.create(end.directory, 0o600)
+    def _load(
+        self, step: Step, record: File, file: OpenFile, end: Entry, progress: Progress, cancel: Cancellation
+    ) -> CopyResult:
+        assert step.status is not None
+        source = file._replace(status=step.status)
 
-        def complete() -> None:
+        def complete(new: NewFile) -> None:
             if os.fstat(new.fd).st_size != record.size:
-                raise CopyError(errno.EIO, "was changed while it was restored", file.entry.path)
+                raise CopyError(errno.EIO, "was changed while it was restored", step.path)
             if self._verify:
-                self._check(new.fd, record, file.entry.path, progress, cancel)
-                entries.set_times(new.fd, status)  # reading it has changed them
-            write_xattrs(new.fd, xattrs)
+                self._check(new.fd, record, step.path, progress, cancel)
+                entries.set_times(new.fd, source.status)  # reading it has changed them
+            write_xattrs(new.fd, step.xattrs or {})
             try:
                 new.complete(end.name, replace=self.overwrite)
             except FileExistsError:
-                raise CopyError(errno.EEXIST, "is in the way", file.entry.path, end.path) from None
+                raise CopyError(errno.EEXIST, "is in the way", step.path, end.path) from None
 
-        target = OpenFile(end, new.fd, os.fstat(new.fd))
-        job = CopyJob(self.context, file, target, new=new, complete=complete, progress=progress, cancel=cancel)
+        job = CopyJob.open(self.context, source, end, complete=complete, progress=progress, cancel=cancel)
         return job.run()._replace(sha256=record.sha256 if self._verify else None)
 
     def _check(

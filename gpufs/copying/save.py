@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gpufs import safe_path, syscalls
 from gpufs.client._cancellation import Cancellation
@@ -42,14 +42,9 @@ from gpufs.copying.manifest import (
 )
 from gpufs.copying.new_directory import NewDirectory
 from gpufs.copying.tree import FileTree, TreeState
-from gpufs.copying.types import CopyError, CopyOptions, CopyResult, Outcome, Progress, Report
-from gpufs.copying.walk import Folder, Step, Steps, replay, walk_files
-from gpufs.exceptions import text_of
+from gpufs.copying.types import CopyOptions, CopyResult, Outcome, Progress, Report, copy_error
+from gpufs.copying.walk import End, Folder, Step, Steps, replay, walk_files
 from gpufs.syscalls import closed_after, path_of, write_at
-
-if TYPE_CHECKING:
-    from gpufs.stores.files import StoreFile
-    from gpufs.stores.urls import Url
 
 # From this size on files bypass the page cache.
 _DIRECT_BYTES: Final = 1 << 20
@@ -163,26 +158,16 @@ class Save(FileCopier):
 
     # ---- the contents of files ----
 
-    def copy_each(
-        self,
-        source: Entry | StoreFile,
-        ends: Sequence[Entry | Url],
-        *,
-        progress: Progress,
-        cancel: Cancellation,
-    ) -> list[Outcome]:
+    def copy_each(self, step: Step, ends: Sequence[End], progress: Progress, cancel: Cancellation) -> list[Outcome]:
         (end,) = ends
-        assert isinstance(source, Entry)
+        assert isinstance(step.source, Entry)
         assert isinstance(end, Entry)
         try:
-            with entries.open_source(source) as opened:
+            with entries.open_source(step.source) as opened:
                 return [self._save(opened, end, progress, cancel)]
         except OSError as error:
-            error = _explained(error)
-            if isinstance(error, CopyError):
-                return [error]
-            names = (end.path, None) if error.errno in (errno.ENOSPC, errno.EDQUOT) else (source.path, end.path)
-            return [CopyError(error.errno or errno.EIO, text_of(error), *names)]
+            names = (end.path, None) if error.errno in (errno.ENOSPC, errno.EDQUOT) else (step.path, end.path)
+            return [copy_error(_explained(error), *names)]
 
     def _save(self, source: OpenFile, end: Entry, progress: Progress, cancel: Cancellation) -> CopyResult:
         began, status = time.monotonic(), _fresh_status(source.fd)

@@ -17,12 +17,15 @@ from gpufs.copying.entries import Entry, is_link
 
 if TYPE_CHECKING:
     from gpufs.stores.files import StoreFile
+    from gpufs.stores.urls import Url
 
 _users_lock: Final = threading.Lock()
 
 # Takes what cannot be found: its path, and why.
 Fail: TypeAlias = Callable[[str, OSError], None]
 Steps: TypeAlias = "Generator[Step, None, None]"
+# What is to become the copy of a file.
+End: TypeAlias = "Entry | Url"
 
 
 class Folder:
