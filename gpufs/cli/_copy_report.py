@@ -176,15 +176,16 @@ class CopyReport(CountingReport):
 
         return report
 
-    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome], hop: int = 0) -> None:
         """Take what became of the copies of a file."""
         for destination, outcome in zip(destinations, outcomes, strict=True):
             if isinstance(outcome, CopyError):
-                self._failed(source, destination, outcome)
+                self._failed(source, destination or None, outcome)
             else:
                 self._copied(outcome)
         self._current = source
-        self.count(source, outcomes)
+        if hop == 0:  # the progress shows the first machine
+            self.count(source, outcomes)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
         """Print and collect a failure other than that of a copy."""
@@ -206,22 +207,6 @@ class CopyReport(CountingReport):
             self._notices += 1
         if not self._options.quiet and self._notices <= MOST_FAILURES:
             self._print(f"gpufs {self._options.command}: {text}", sys.stderr)
-
-    # ---- the same, of a copy between machines ----
-
-    def moved(self, source: str, count: int) -> None:
-        self._current = source
-        super().moved(source, count)
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        if hop == 0:  # the others are not counted
-            self.count(source, [outcome] if isinstance(outcome, CopyResult) else [])
-        if outcome is None:
-            self.skipped()
-        elif isinstance(outcome, CopyResult):
-            self._copied(outcome)
-        else:
-            self._failed(str(outcome.filename), outcome.filename2, outcome)
 
     def host_lost(self, hop: int, error: CopyError) -> None:
         if not self.cancel.cancelled:

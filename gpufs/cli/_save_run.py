@@ -19,9 +19,9 @@ from gpufs.cli._output import Failure, complain
 from gpufs.client import CopyResult
 from gpufs.copying.entries import Entry, kind_of
 from gpufs.copying.loop import TreeCopy
-from gpufs.copying.manifest import Limit, Manifest, encoded, find_save
+from gpufs.copying.manifest import Header, Limit, Manifest, encoded, find_save
 from gpufs.copying.restore import Restore
-from gpufs.copying.save import Save, Saved
+from gpufs.copying.save import Save
 from gpufs.exceptions import text_of
 from gpufs.syscalls import path_of
 
@@ -78,15 +78,18 @@ def check_local(command: str, name: str) -> None:
 # ---- save ----
 
 
-def find_saved(path: str, timeout: float, opened: ExitStack) -> Saved:
-    """Find what SOURCE names: a whole mount, or a directory on one, which stays open. Failure if it is neither."""
+def find_saved(path: str, timeout: float, opened: ExitStack) -> tuple[Header, list[tuple[Entry, str]]]:
+    """Find what SOURCE names: a whole mount, or a directory on one, which stays open. Failure if it is neither.
+
+    Returns the directories as Save() takes them.
+    """
     mountpoint = _mounts.absolute(path)
     for entry in mounting.mounts():
         if entry.mountpoint == mountpoint and entry.root == "/":
             status = _status(entry, timeout)
             names = [str(device["name"]) for device in status["devices"]]
             directories = [(Entry.of(os.path.join(mountpoint, name), follow=False), name) for name in names]
-            return Saved(mountpoint, directories, True, _limits(status, ""))
+            return Header.of(mountpoint, _limits(status, ""), mount=True), directories
     with _explained("save"):
         fd = safe_path.open_path(path, os.O_PATH)
         opened.callback(os.close, fd)
@@ -102,7 +105,7 @@ def find_saved(path: str, timeout: float, opened: ExitStack) -> Saved:
         if entry.root == "/" and real.startswith(entry.mountpoint.rstrip("/") + "/"):
             limits = _limits(_status(entry, timeout), os.path.relpath(real, entry.mountpoint))
             break
-    return Saved(real, [(Entry(real, ".", fd, follow=False), "")], False, limits)
+    return Header.of(real, limits, mount=False), [(Entry(real, ".", fd, follow=False), "")]
 
 
 def _status(entry: mounting.MountEntry, timeout: float) -> dict[str, Any]:
@@ -138,8 +141,7 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
     began = time.time_ns()
     # The first signal only cancels, from before there is anything to remove until it is removed.
     with ExitStack() as opened, report.running(), _explained("save"):
-        saved = find_saved(path, timeout, opened)
-        save = Save(saved, destination, options, report)
+        save = Save(*find_saved(path, timeout, opened), destination, options, report)
         opened.callback(save.close)
         _run(save, report, options)
         if report.is_good:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gpufs.copying.types import CopyError, CopyResult, Outcome, Report, error_class
+from gpufs.copying.types import CopyError, CopyProgress, CopyResult, Outcome, Report, error_class
 from gpufs.hosts import messages
 
 
@@ -60,7 +60,8 @@ class Shown:
             case messages.Plan():
                 report.planned(message.size)
             case messages.Moved():
-                report.moved(names.of_source(message), message.size)
+                if (show := report.reporter(names.of_source(message))) is not None:
+                    show(CopyProgress(message.size, 0, {"pipe": message.size}))
             case messages.Notice():
                 report.noticed(f"{names.peer}: {message.text}")
             case messages.Deleted():
@@ -70,7 +71,15 @@ class Shown:
             case messages.Failed():
                 if message.path:  # else a source could not be read
                     self._failed_hops.add(message.hop)
-                report.file_ended(names.of_source(message), names.outcome(message), message.hop)
+                self._finish(message)
             # A file is cancelled if its directory could not be created, which has been reported.
             case messages.FileResult() if message.error != errno.ECANCELED or message.hop not in self._failed_hops:
-                report.file_ended(names.of_source(message), names.outcome(message), message.hop)
+                self._finish(message)
+
+    def _finish(self, message: messages.FileResult | messages.Failed) -> None:
+        source, end = self._names.of_source(message), self._names.of_copy(message)
+        if (outcome := self._names.outcome(message)) is None:
+            self._report.finished(source, [], [], message.hop)
+            self._report.skipped()
+        else:
+            self._report.finished(source or end, [end if source else ""], [outcome], message.hop)

@@ -12,8 +12,9 @@ import os
 import re
 import stat
 import threading
+import time
 from contextlib import ExitStack, suppress
-from typing import IO, Annotated, Final, Literal, TypeAlias
+from typing import IO, Annotated, Final, Literal, Self, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -64,6 +65,11 @@ class Header(_Line, tag="gpufs-save", kw_only=True):
     saved: str
     mount: bool = False
     limits: list[Limit] = []
+
+    @classmethod
+    def of(cls, source: str, limits: list[Limit], *, mount: bool) -> Self:
+        saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return cls(version=VERSION, source=encoded(source), saved=saved, mount=mount, limits=limits)
 
 
 class Named(_Line, kw_only=True):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gpufs import safe_path, syscalls
 from gpufs.client._cancellation import Cancellation
@@ -26,12 +26,10 @@ from gpufs.copying.loop import TreeCopy
 from gpufs.copying.manifest import (
     SPECIAL_KINDS,
     TREE,
-    VERSION,
     Directory,
     File,
     HardLink,
     Header,
-    Limit,
     Manifest,
     ManifestWriter,
     Record,
@@ -54,29 +52,25 @@ _NO_HARD_LINKS: Final = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOS
 _KIND_NAMES: Final[dict[int, Any]] = {mode: name for name, mode in SPECIAL_KINDS.items()}
 
 
-class Saved(NamedTuple):
-    """The directories to save, and their names in the save ("" for the save itself).
-
-    ``mount``: they are the devices of a whole mount. ``limits``: those of directories and users.
-    """
-
-    path: str
-    directories: Sequence[tuple[Entry, str]]
-    mount: bool
-    limits: list[Limit]
-
-
 class Save(FileCopier):
     """One save. In the loop of copies it copies the files.
 
-    OSError if it cannot have the name of ``destination``. ``options``: which files are left out.
+    ``directories``: those to save, and their names in the save, "" for the save itself. ``options``: which files are
+    left out. OSError if it cannot have the name of ``destination``.
     """
 
-    def __init__(self, saved: Saved, destination: str, options: CopyOptions, report: Report) -> None:
+    def __init__(
+        self,
+        header: Header,
+        directories: Sequence[tuple[Entry, str]],
+        destination: str,
+        options: CopyOptions,
+        report: Report,
+    ) -> None:
         super().__init__(replace(options, preserve=True), None)  # so its directories are the user's alone
-        self._saved = saved
+        self._directories = directories
         self.path = safe_path.real(destination)
-        for directory, _ in saved.directories:
+        for directory, _ in directories:
             if entries.is_inside(self.path, directory.path):
                 raise OSError(errno.EINVAL, "is below what is saved: give a place elsewhere", self.path)
         self._report = report
@@ -90,15 +84,8 @@ class Save(FileCopier):
             os.mkdir(TREE, 0o700, dir_fd=self._new.fd)
             self.tree = os.open(TREE, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._new.fd)
             opened.callback(os.close, self.tree)
-            header = Header(
-                version=VERSION,
-                source=encoded(saved.path),
-                saved=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                mount=saved.mount,
-                limits=saved.limits,
-            )
-            self._manifest = ManifestWriter(self._new.fd, header)
-            opened.callback(self._manifest.close)
+            self.manifest = ManifestWriter(self._new.fd, header)
+            opened.callback(self.manifest.close)
             self._reader = PartReader()
             opened.callback(self._reader.close)
             self._opened = opened.pop_all()
@@ -112,7 +99,7 @@ class Save(FileCopier):
     def find(self, loop: TreeCopy) -> None:
         """Walk over all directories, and then save them if there is space."""
         found, needed = [], 0
-        for directory, name in self._saved.directories:
+        for directory, name in self._directories:
             steps = loop.listed(loop.selection.of(self._walk(directory)))
             found.append((steps, name))
             for step in steps:
@@ -152,9 +139,6 @@ class Save(FileCopier):
     def shown(self, path: str) -> str:
         """Return the name of a saved file, for messages."""
         return os.path.join(self.path, TREE, path)
-
-    def write(self, line: Record) -> None:
-        self._manifest.write(line)
 
     # ---- the contents of files ----
 
@@ -202,7 +186,7 @@ class Save(FileCopier):
         whole = sums[0] if size <= PART_BYTES else None
         parts = {} if whole else {str(start): text for start, text in sums.items()}
         named = _named(end.path.removeprefix(self.shown("")), status, xattrs)
-        self.write(File(**named, size=size, sha256=whole, parts=parts))
+        self.manifest.write(File(**named, size=size, sha256=whole, parts=parts))
         counts = {"mount": moved, "hole": size - moved}
         paths = {path: count for path, count in counts.items() if count}
         return CopyResult(source.entry.path, end.path, size, time.monotonic() - began, "mount", paths, (), whole)
@@ -217,7 +201,7 @@ class Save(FileCopier):
             except OSError as error:
                 if error.errno not in _NO_HARD_LINKS:
                     raise
-        self._manifest.finish()
+        self.manifest.finish()
         syscalls.syncfs(self._new.fd)
 
     def open(self) -> Manifest:
@@ -230,7 +214,7 @@ class Save(FileCopier):
 
     def changed_since(self, began_ns: int) -> str | None:
         """Return the path of something that was changed after a time, None if nothing was."""
-        for directory, _ in self._saved.directories:
+        for directory, _ in self._directories:
             for step in self._walk(directory):
                 if step.kind != "leave" and step.status is not None and step.status.st_ctime_ns >= began_ns:
                     return step.path
@@ -284,7 +268,7 @@ class _SavedTree(FileTree):
 
     def _write(self, path: str, record: Callable[[], Record]) -> None:
         try:
-            self._save.write(record())
+            self._save.manifest.write(record())
         except OSError as error:
             self._save.failed(path, error)
 
