@@ -365,10 +365,11 @@ def preserve(target: int | str, source: SourceAttributes, xattrs: Mapping[str, b
             except PermissionError:
                 mode &= ~stat.S_ISGID
             mode &= ~stat.S_ISUID
+    if xattrs is not None:  # before the mode, which may take the right to set them
+        write_xattrs(target, xattrs)
+        owned = False
     if not stat.S_ISLNK(source.st_mode) and not (owned and stat.S_IMODE(now.st_mode) == mode):  # links have none
         os.chmod(target, mode)
-    if xattrs is not None:
-        write_xattrs(target, xattrs)
     os.utime(target, ns=(source.st_atime_ns, source.st_mtime_ns))
 
 

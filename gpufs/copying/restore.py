@@ -22,7 +22,7 @@ from gpufs.copying import entries
 from gpufs.copying.checksums import PartReader, different_part
 from gpufs.copying.copier import FileCopier
 from gpufs.copying.deletion import writable
-from gpufs.copying.entries import Entry, OpenFile, may_set, write_xattrs
+from gpufs.copying.entries import Entry, OpenFile, may_set
 from gpufs.copying.job import CopyJob
 from gpufs.copying.loop import Source, TreeCopy
 from gpufs.copying.manifest import TREE, Directory, File, HardLink, Manifest, Named, Record, Special, Symlink, decoded
@@ -223,22 +223,21 @@ class Restore(FileCopier):
     def _load(
         self, step: Step, record: File, file: OpenFile, end: Entry, progress: Progress, cancel: Cancellation
     ) -> CopyResult:
-        assert step.status is not None
-        source = file._replace(status=step.status)
-
         def complete(new: NewFile) -> None:
+            assert step.status is not None
             if os.fstat(new.fd).st_size != record.size:
                 raise CopyError(errno.EIO, "was changed while it was restored", step.path)
             if self._verify:
                 self._check(new.fd, record, step.path, progress, cancel)
-                entries.set_times(new.fd, source.status)  # reading it has changed them
-            write_xattrs(new.fd, step.xattrs or {})
+            if step.xattrs:
+                os.fchmod(new.fd, 0o600)  # that of the tree may be read-only
+            entries.preserve(new.fd, step.status, step.xattrs)
             try:
                 new.complete(end.name, replace=self.overwrite)
             except FileExistsError:
                 raise CopyError(errno.EEXIST, "is in the way", step.path, end.path) from None
 
-        job = CopyJob.open(self.context, source, end, complete=complete, progress=progress, cancel=cancel)
+        job = CopyJob.open(self.context, file, end, complete=complete, progress=progress, cancel=cancel)
         return job.run()._replace(sha256=record.sha256 if self._verify else None)
 
     def _check(
@@ -352,6 +351,7 @@ class _RestoredTree(FileTree):
         if not directory.created:
             wants = self._gets_attributes or folder.parent is not None
             directory.keeps = wants and os.geteuid() in (0, os.fstat(directory.fd).st_uid)
+        directory.keeps &= self._restore.record(step.path) is not None
         return True
 
     def _target(self, step: Step, entry: Entry) -> str:
