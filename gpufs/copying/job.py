@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs import syscalls
@@ -33,7 +34,7 @@ from gpufs.exceptions import text_of, with_user_names
 from gpufs.modes import READ_WRITE
 from gpufs.mounting import MountEntry, MountTable, place_of, root_of
 from gpufs.new_file import NewFile, remove_name
-from gpufs.syscalls import close_all, os_error, path_of, start_thread
+from gpufs.syscalls import close_all, os_error, path_of
 from gpufs.units import bytes_text
 
 if TYPE_CHECKING:
@@ -592,36 +593,42 @@ class DataCopy:
             self._count("mount", count)
             data = data[count:]
 
-    def checksums(self, end: int | None) -> tuple[str | OSError, str | OSError]:
+    def checksums(self, end: int | None) -> list[str | OSError]:
         """The SHA-256 of both files, or the errors of reading them. ``end``: where the destination's content ends."""
+        from gpufs import waiting  # these take longer to import than a small file to copy
+        from gpufs.copying.checksums import sha256_of
+
         # Opened again through the descriptor: this is the file that was written, whatever its name refers to now.
         back = os.open(path_of(self.destination_fd), os.O_RDONLY | os.O_CLOEXEC)
         ended = threading.Event()
-        of_destination: list[str | OSError] = []
 
         def cancelled() -> bool:
-            return self.cancel is not None and self.cancel.cancelled
+            return ended.is_set() or (self.cancel is not None and self.cancel.cancelled)
 
-        def read_back() -> None:
+        def read_back() -> str:
             try:
-                of_destination.append(_checksum(back, lambda: ended.is_set() or cancelled(), lambda offset: None, end))
+                return sha256_of(back, cancelled, end=end)
             finally:
-                os.close(back)
+                os.close(back)  # by this thread: an exception of the other one cannot close it during a read
 
         try:
             for fd in (self.destination_fd, back):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            reader = start_thread(read_back)
+            reading = waiting.start(read_back)
         except BaseException:
             os.close(back)
             raise
+        found: list[str | OSError] = []
         try:
-            # The thread closes its own descriptor, so an exception here cannot close it during a read.
-            of_source = _checksum(self.source_fd, cancelled, lambda offset: self._report(offset, "verify"), None)
-            reader.join()
+            read = partial(sha256_of, self.source_fd, cancelled, lambda offset: self._report(offset, "verify"))
+            for result in (read, reading.result):
+                try:
+                    found.append(result())
+                except OSError as error:
+                    found.append(error)
         finally:
             ended.set()
-        return of_source, of_destination[0]
+        return found
 
     def check_cancelled(self) -> None:
         """OSError ECANCELED once the copy is cancelled."""
@@ -637,15 +644,6 @@ class DataCopy:
     def _report(self, moved: int, phase: str = "copy") -> None:
         if self._progress is not None and self._pace.is_due():
             self._progress(CopyProgress(moved, self.total, dict(self.paths), phase))
-
-
-def _checksum(fd: int, cancelled: Callable[[], bool], report: Callable[[int], None], end: int | None) -> str | OSError:
-    from gpufs.copying.checksums import sha256_of  # hashlib takes longer to import than a small file to copy
-
-    try:
-        return sha256_of(fd, cancelled, report, end)
-    except OSError as error:
-        return error
 
 
 def _read_full(fd: int, buffer: memoryview) -> int:

@@ -154,11 +154,6 @@ _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(_AnyLine)
 
 
-def time_text(ns: int) -> str:
-    """Return a time in nanoseconds since 1970 as a manifest has it."""
-    return f"{ns // 10**9}.{ns % 10**9:09}"
-
-
 def _ns_of_time(text: str) -> int:
     seconds, nanoseconds = text.split(".")
     return int(seconds) * 10**9 + int(nanoseconds)

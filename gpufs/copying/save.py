@@ -22,6 +22,7 @@ from gpufs.copying import entries
 from gpufs.copying.checksums import PART_BYTES, PartReader
 from gpufs.copying.copier import FileCopier
 from gpufs.copying.entries import Entry, OpenFile, data_bytes, open_path, read_xattrs
+from gpufs.copying.identity import seconds_text
 from gpufs.copying.loop import TreeCopy
 from gpufs.copying.manifest import (
     SPECIAL_KINDS,
@@ -36,7 +37,6 @@ from gpufs.copying.manifest import (
     Special,
     Symlink,
     encoded,
-    time_text,
 )
 from gpufs.copying.new_directory import NewDirectory
 from gpufs.copying.tree import FileTree, TreeState
@@ -293,8 +293,8 @@ def _named(path: str, status: os.stat_result, xattrs: dict[str, bytes]) -> dict[
         "mode": f"{stat.S_IMODE(status.st_mode):04o}",
         "uid": status.st_uid,
         "gid": status.st_gid,
-        "atime": time_text(status.st_atime_ns),
-        "mtime": time_text(status.st_mtime_ns),
+        "atime": seconds_text(status.st_atime_ns),
+        "mtime": seconds_text(status.st_mtime_ns),
         "xattrs": xattrs,
     }
 
