@@ -86,47 +86,31 @@ def find_saved(path: str, timeout: float, opened: ExitStack) -> tuple[Header, li
     mountpoint = _mounts.absolute(path)
     for entry in mounting.mounts():
         if entry.mountpoint == mountpoint and entry.root == "/":
-            status = _status(entry, timeout)
+            (status,) = _queries.statuses([entry], lambda status: [], timeout)
+            if status["state"] != "ok":
+                raise Failure(f"{mountpoint}: {status['error']}", command="save")
             names = [str(device["name"]) for device in status["devices"]]
             directories = [(Entry.of(os.path.join(mountpoint, name), follow=False), name) for name in names]
-            return Header.of(mountpoint, _limits(status, ""), mount=True), directories
+            return Header.of(mountpoint, _limits(status), mount=True), directories
     with _explained("save"):
         fd = safe_path.open_path(path, os.O_PATH)
         opened.callback(os.close, fd)
         found = os.fstat(fd)
-        entries = mounting.by_device().get(found.st_dev)
-        if entries is None:
+        if found.st_dev not in mounting.by_device():
             raise OSError(errno.EXDEV, "is not on a gpufs mount: use rsync or tar", path)
         if not stat.S_ISDIR(found.st_mode):
             raise OSError(errno.ENOTDIR, "is not a directory: gpufs cp copies files", path)
         real = os.readlink(path_of(fd))
-    limits = []  # of a part of a mount that is bound there nothing is known
-    for entry in entries:
-        if entry.root == "/" and real.startswith(entry.mountpoint.rstrip("/") + "/"):
-            limits = _limits(_status(entry, timeout), os.path.relpath(real, entry.mountpoint))
-            break
-    return Header.of(real, limits, mount=False), [(Entry(real, ".", fd, follow=False), "")]
+    return Header.of(real, [], mount=False), [(Entry(real, ".", fd, follow=False), "")]
 
 
-def _status(entry: mounting.MountEntry, timeout: float) -> dict[str, Any]:
-    (status,) = _queries.statuses([entry], lambda status: [], timeout)
-    if status["state"] != "ok":
-        raise Failure(f"{entry.mountpoint}: {status['error']}", command="save")
-    return status
-
-
-def _limits(status: dict[str, Any], below: str) -> list[Limit]:
-    """Return the limits that the caller sees below a directory of a mount; with "" also those of users."""
+def _limits(status: dict[str, Any]) -> list[Limit]:
+    """Return the limits of directories and users of a mount that the caller sees."""
     limits = []
     for quota in status.get("quotas", []):
-        limit, uid, path = quota["limit_bytes"], quota["uid"], quota["path"]
-        if limit is None or (uid is not None and (below or limit == status["knobs"].get("user_memory"))):
-            continue
-        if below:
-            if not f"{path}/".startswith(f"{below}/"):
-                continue
-            path = path[len(below) + 1 :] or "."
-        limits.append(Limit(path=encoded(path), limit_bytes=limit, uid=uid))
+        limit, uid = quota["limit_bytes"], quota["uid"]
+        if limit is not None and (uid is None or limit != status["knobs"].get("user_memory")):
+            limits.append(Limit(path=encoded(quota["path"]), limit_bytes=limit, uid=uid))
     return limits
 
 

@@ -261,12 +261,13 @@ class Restore(FileCopier):
                 self._link(path, first)
             except OSError as error:
                 self._report.failed(self.end(path), None, error)
-        for limit in self.manifest.header.limits if self.manifest.trusted and not self._part else ():
+        limits = self.manifest.header.limits if self._is_root else []
+        if not self.manifest.trusted:
+            self.not_kept, limits = self.not_kept + len(limits), []
+        for limit in limits:
             path = decoded(limit.path)
-            if self._is_root and path != "." and not self._has_device(path.partition("/")[0]):
+            if path != "." and not self._has_device(path.partition("/")[0]):
                 continue
-            if limit.uid is not None and not self._is_root:
-                continue  # users have limits on devices alone
             try:
                 with self._open_below(path) as directory:
                     set_quota(path_of(directory), limit.uid, limit.limit_bytes)
