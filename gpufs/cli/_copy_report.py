@@ -18,7 +18,7 @@ from typing import Any, Final
 from gpufs import mounting
 from gpufs.cli._output import countdown_text, json_text, printable
 from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
-from gpufs.copying.types import MOST_FAILURES, STREAM, CopyOptions, CountingReport, Outcome, check_memory
+from gpufs.copying.types import MOST_FAILURES, CopyOptions, CountingReport, Outcome, check_memory
 from gpufs.exceptions import text_of
 from gpufs.syscalls import os_error
 from gpufs.units import bytes_text, rate_text
@@ -176,15 +176,16 @@ class CopyReport(CountingReport):
 
         return report
 
-    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome], hop: int = 0) -> None:
         """Take what became of the copies of a file."""
         for destination, outcome in zip(destinations, outcomes, strict=True):
             if isinstance(outcome, CopyError):
-                self._failed(source, destination, outcome)
+                self._failed(source, destination or None, outcome)
             else:
                 self._copied(outcome)
         self._current = source
-        self.count(source, outcomes)
+        if hop == 0:  # the progress shows the first machine
+            self.count(source, outcomes)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
         """Print and collect a failure other than that of a copy."""
@@ -206,22 +207,6 @@ class CopyReport(CountingReport):
             self._notices += 1
         if not self._options.quiet and self._notices <= MOST_FAILURES:
             self._print(f"gpufs {self._options.command}: {text}", sys.stderr)
-
-    # ---- the same, of a copy between machines ----
-
-    def moved(self, source: str, count: int) -> None:
-        self._current = source
-        super().moved(source, count)
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        if hop == 0:  # the others are not counted
-            self.count(source, [outcome] if isinstance(outcome, CopyResult) else [])
-        if outcome is None:
-            self.skipped()
-        elif isinstance(outcome, CopyResult):
-            self._copied(outcome)
-        else:
-            self._failed(str(outcome.filename), outcome.filename2, outcome)
 
     def host_lost(self, hop: int, error: CopyError) -> None:
         if not self.cancel.cancelled:
@@ -245,9 +230,7 @@ class CopyReport(CountingReport):
             self._print(text, self.lines)
 
     def _failed(self, source: str, destination: str | None, error: CopyError) -> None:
-        if error.errno == errno.EPIPE and destination == STREAM:
-            self._report(source, destination, errno.EPIPE, "", error)  # as other programs, silently
-        elif error.errno == errno.ECANCELED and self.cancel.cancelled:
+        if error.errno == errno.ECANCELED and self.cancel.cancelled:
             hint = "" if self._options.partial else " (--partial keeps it)"
             text = f"interrupted: {error.left or f'nothing is left of the copy{hint}'}"
             self._report(source, destination, errno.ECANCELED, text, error)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from dataclasses import dataclass, replace
-from functools import partial
 
 from gpufs.cli._copy_report import CommandOptions, CopyReport
 from gpufs.cli._files import raise_descriptor_limit
@@ -63,7 +61,7 @@ def _run(names: list[str], directories: list[str], options: CpOptions) -> int:
     report = CopyReport(options)
     with FileCopier(options, report.noticed) as copier:
         if STREAM in names and kind == "file":
-            _copy_stream(copier, report, *names)
+            _copy_stream(copier, report, names[1])
         else:
             _copy(copier, report, options, sources, ends, to_directory=bool(directories))
     return report.end()
@@ -71,11 +69,11 @@ def _run(names: list[str], directories: list[str], options: CpOptions) -> int:
 
 def _check_stream(names: list[str], directories: list[str], options: CpOptions) -> None:
     """Raise Failure for names and options that a pipe does not allow."""
-    if len(names) != 2 or names == [STREAM, STREAM] or directories:
-        raise Failure("- is standard input or output, and takes one other name (a file of that name is ./-)", 2)
+    if len(names) != 2 or names[1] == STREAM or directories:
+        text = "- is standard input, and takes one other name (a file of that name is ./-)"
+        raise Failure(f"{text}: cat writes files to standard output", 2)
     unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"]
     unfit += ["include", "exclude", "update", "checksum", "dry_run"]
-    unfit += ["json"] if names[1] == STREAM else []
     for name in unfit:
         if getattr(options, name):
             raise Failure(f"--{name.replace('_', '-')} cannot be used with a pipe", 2)
@@ -127,18 +125,15 @@ def _copy(
         report.noticed(f"warning: {links[0]}{others} {verb} not copied: -L copies files instead of links")
 
 
-def _copy_stream(copier: FileCopier, report: CopyReport, source: str, destination: str) -> None:
-    """Copy standard input to a file, or a file to standard output, on this thread."""
+def _copy_stream(copier: FileCopier, report: CopyReport, destination: str) -> None:
+    """Copy standard input to a file, on this thread."""
     report.is_streaming = True
-    if source == STREAM:
-        copy = partial(copier.copy_from_stream, 0, Entry.of(destination))
-    else:
-        report.lines = sys.stderr
-        copy = partial(copier.copy_to_stream, Entry.of(source), 1)
+    end, progress = Entry.of(destination), report.reporter(STREAM)
     with report.running():
         try:
-            report.finished(source, [destination], [copy(progress=report.reporter(source), cancel=report.cancel)])
+            result = copier.copy_from_stream(0, end, progress=progress, cancel=report.cancel)
+            report.finished(STREAM, [destination], [result])
         except CopyError as error:
-            report.finished(source, [destination], [error])
+            report.finished(STREAM, [destination], [error])
         except Exception as error:  # noqa: BLE001 - reported as of other copies
-            report.failed(source, destination, as_os_error(error))
+            report.failed(STREAM, destination, as_os_error(error))

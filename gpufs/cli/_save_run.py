@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,24 +16,14 @@ from gpufs.cli import _mounts, _queries
 from gpufs.cli._copy_report import CommandOptions, CopyReport
 from gpufs.cli._files import raise_descriptor_limit
 from gpufs.cli._output import Failure, complain
-from gpufs.client import CopyError, CopyResult
+from gpufs.client import CopyResult
 from gpufs.copying.entries import Entry, kind_of
-from gpufs.copying.job import CopyContext
-from gpufs.copying.loop import CopyThreads, TreeCopy
-from gpufs.copying.manifest import Limit, Manifest, find_save, text_of_name
-from gpufs.copying.restore import Restore, SavedFiles
-from gpufs.copying.save import Save, Saved
-from gpufs.copying.types import CopyOptions
+from gpufs.copying.loop import TreeCopy
+from gpufs.copying.manifest import Header, Limit, Manifest, encoded, find_save
+from gpufs.copying.restore import Restore
+from gpufs.copying.save import Save
 from gpufs.exceptions import text_of
 from gpufs.syscalls import path_of
-
-# A plain user's restore cannot keep these; the text says what becomes of them.
-_NOT_KEPT: Final = {
-    "owners": "files and directories keep another owner or group than in the save",
-    "extended attributes": "files lack extended attributes that only root may set, or the mount refuses",
-    "device nodes": "device nodes are left out",
-    "limits": "limits are left out: only root and the user who mounted may set them, and not below another limit",
-}
 
 # The clock of files may be behind ours by a tick of the kernel.
 _CLOCK_NS: Final = 20_000_000
@@ -49,22 +39,16 @@ class SaveOptions(CommandOptions):
 class SaveReport(CopyReport):
     """Collects the reports of a save. The first failure ends a save: it is whole, or not there."""
 
-    def failed(self, source: str, destination: str | None, error: OSError) -> None:
-        super().failed(source, destination, error)
-        self._end()
-
-    def _failed(self, source: str, destination: str | None, error: CopyError) -> None:
-        if error.errno != errno.ECANCELED or not self.cancel.cancelled:  # end() reports the interruption once
-            super()._failed(source, destination, error)
-            self._end()
+    def _report(self, source: str, destination: str | None, number: int, text: str, *error: Any, **how: Any) -> None:
+        if number == errno.ECANCELED and self.cancel.cancelled:
+            return  # end() reports the interruption once
+        super()._report(source, destination, number, text, *error, **how)
+        if self._options.command == "save":
+            self.cancel.cancel()
 
     def _copied(self, result: CopyResult) -> None:
         if result.method != "verify" or self._options.command == "restore":  # a save has counted the file already
             super()._copied(result)
-
-    def _end(self) -> None:
-        if self._options.command == "save":
-            self.cancel.cancel()
 
     @property
     def is_good(self) -> bool:
@@ -94,52 +78,39 @@ def check_local(command: str, name: str) -> None:
 # ---- save ----
 
 
-def find_saved(path: str, timeout: float, opened: ExitStack) -> Saved:
-    """Find what SOURCE names: a whole mount, or a directory on one, which stays open. Failure if it is neither."""
+def find_saved(path: str, timeout: float, opened: ExitStack) -> tuple[Header, list[tuple[Entry, str]]]:
+    """Find what SOURCE names: a whole mount, or a directory on one, which stays open. Failure if it is neither.
+
+    Returns the directories as Save() takes them.
+    """
     mountpoint = _mounts.absolute(path)
     for entry in mounting.mounts():
         if entry.mountpoint == mountpoint and entry.root == "/":
-            status = _status(entry, timeout)
+            (status,) = _queries.statuses([entry], lambda status: [], timeout)
+            if status["state"] != "ok":
+                raise Failure(f"{mountpoint}: {status['error']}", command="save")
             names = [str(device["name"]) for device in status["devices"]]
             directories = [(Entry.of(os.path.join(mountpoint, name), follow=False), name) for name in names]
-            return Saved(mountpoint, directories, True, _limits(status, ""))
+            return Header.of(mountpoint, _limits(status), mount=True), directories
     with _explained("save"):
         fd = safe_path.open_path(path, os.O_PATH)
         opened.callback(os.close, fd)
         found = os.fstat(fd)
-        entries = mounting.by_device().get(found.st_dev)
-        if entries is None:
+        if found.st_dev not in mounting.by_device():
             raise OSError(errno.EXDEV, "is not on a gpufs mount: use rsync or tar", path)
         if not stat.S_ISDIR(found.st_mode):
             raise OSError(errno.ENOTDIR, "is not a directory: gpufs cp copies files", path)
         real = os.readlink(path_of(fd))
-    limits = []  # of a part of a mount that is bound there nothing is known
-    for entry in entries:
-        if entry.root == "/" and real.startswith(entry.mountpoint.rstrip("/") + "/"):
-            limits = _limits(_status(entry, timeout), os.path.relpath(real, entry.mountpoint))
-            break
-    return Saved(real, [(Entry(real, ".", fd, follow=False), "")], False, limits)
+    return Header.of(real, [], mount=False), [(Entry(real, ".", fd, follow=False), "")]
 
 
-def _status(entry: mounting.MountEntry, timeout: float) -> dict[str, Any]:
-    (status,) = _queries.statuses([entry], lambda status: [], timeout)
-    if status["state"] != "ok":
-        raise Failure(f"{entry.mountpoint}: {status['error']}", command="save")
-    return status
-
-
-def _limits(status: dict[str, Any], below: str) -> list[Limit]:
-    """Return the limits that the caller sees below a directory of a mount; with "" also those of users."""
+def _limits(status: dict[str, Any]) -> list[Limit]:
+    """Return the limits of directories and users of a mount that the caller sees."""
     limits = []
     for quota in status.get("quotas", []):
-        limit, uid, path = quota["limit_bytes"], quota["uid"], quota["path"]
-        if limit is None or (uid is not None and (below or limit == status["knobs"].get("user_memory"))):
-            continue
-        if below:
-            if not f"{path}/".startswith(f"{below}/"):
-                continue
-            path = path[len(below) + 1 :] or "."
-        limits.append(Limit(path=text_of_name(path), limit_bytes=limit, uid=uid))
+        limit, uid = quota["limit_bytes"], quota["uid"]
+        if limit is not None and (uid is None or limit != status["knobs"].get("user_memory")):
+            limits.append(Limit(path=encoded(quota["path"]), limit_bytes=limit, uid=uid))
     return limits
 
 
@@ -154,18 +125,17 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
     began = time.time_ns()
     # The first signal only cancels, from before there is anything to remove until it is removed.
     with ExitStack() as opened, report.running(), _explained("save"):
-        saved = find_saved(path, timeout, opened)
-        save = Save(saved, destination, options, report, report.cancel)
+        save = Save(*find_saved(path, timeout, opened), destination, options, report)
         opened.callback(save.close)
-        loop = TreeCopy(save, report.cancel, report)
-        loop.run(lambda: save.find(loop), options.jobs)
+        _run(save, report, options)
         if report.is_good:
             save.seal()
         if report.is_good and options.verify:
-            _check_new(save, report, options)
+            with closing(save.open()) as manifest:
+                _run(Restore(manifest, "", report), report, options)
         if report.is_good and last and save.left_out:
             text = "is another user's, and you may not read it: nothing is unmounted"
-            report.failed(save.left_out, None, OSError(errno.EACCES, text))
+            report.failed(save.left_out[0], None, OSError(errno.EACCES, text))
         if report.is_good and last and (changed := save.changed_since(began - _CLOCK_NS)):
             report.failed(changed, None, OSError(errno.EBUSY, "was changed during the save: nothing is unmounted"))
         complete = report.is_good
@@ -174,30 +144,17 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
     if report.signal is not None and not complete:
         complain("interrupted: nothing is left of it", "save")
     elif save.left_out and report.is_good:
-        more = f" and {save.left_out_count - 1} more" if save.left_out_count > 1 else ""
-        report.noticed(f"not in the save: {save.left_out}{more}, which you may not read")
+        more = f" and {len(save.left_out) - 1} more" if len(save.left_out) > 1 else ""
+        report.noticed(f"not in the save: {save.left_out[0]}{more}, which you may not read")
     return report
 
 
-def _check_new(save: Save, report: SaveReport, options: SaveOptions) -> None:
-    manifest = save.open()
-    try:
-        check(manifest, "", report, options.jobs)
-    finally:
-        manifest.close()
+def _run(copier: Save | Restore, report: SaveReport, options: SaveOptions) -> None:
+    loop = TreeCopy(copier, report.cancel, report)
+    loop.run(lambda: copier.find(loop), options.jobs)
 
 
 # ---- restore ----
-
-
-def check(manifest: Manifest, part: str, report: CopyReport, jobs: int) -> None:
-    """Compare the files of a save with their checksums."""
-    files = SavedFiles(manifest, part, report, report.cancel)
-    try:
-        workers = CopyThreads(report.cancel, report)
-        workers.run(lambda: files.find_checks(workers), jobs)
-    finally:
-        files.close()
 
 
 @contextmanager
@@ -213,46 +170,22 @@ def opened_save(path: str) -> Iterator[tuple[Manifest, str]]:
         manifest.close()
 
 
-def read_through(manifest: Manifest) -> None:
-    """Raise Failure for a manifest that is damaged."""
-    with _explained("restore"):
-        for _ in manifest.records():
-            pass
-
-
 def restore(source: tuple[Manifest, str], destination: str | None, options: SaveOptions) -> SaveReport:
     """Restore a save, or with ``destination`` None only check it. Return the report, which has not ended."""
     manifest, part = source
     raise_descriptor_limit()
     report = SaveReport(options)
-    not_kept: dict[str, int] = {}
-    with report.running(), _explained("restore"), ExitStack() as opened:
-        if destination is None:
-            check(manifest, part, report, options.jobs)
-        else:
-            context = CopyContext(CopyOptions(), report.noticed)
-            opened.callback(context.close)
-            restore = Restore(
-                manifest,
-                part,
-                report,
-                report.cancel,
-                destination,
-                overwrite=options.overwrite,
-                verify=options.verify,
-                context=context,
-            )
-            opened.callback(restore.close)
-            workers = CopyThreads(report.cancel, report)
-            workers.run(lambda: restore.find(workers), options.jobs)
-            if restore.has_begun and not report.cancel.cancelled:
+    with report.running(), _explained("restore"):
+        restore = Restore(manifest, part, report, destination, overwrite=options.overwrite, verify=options.verify)
+        with closing(restore):
+            _run(restore, report, options)
+            if not report.cancel.cancelled:
                 restore.finish()
-            not_kept = restore.not_kept
     if report.signal is not None:
         complain("interrupted: files that were complete stay", "restore")
-    for kind, count in sorted(not_kept.items()):
-        report.noticed(f"{_NOT_KEPT[kind]} ({count})")
-    if not_kept and not manifest.trusted:
-        text = "belongs to another user, or others may write to it: so its owners, devices and rights are not restored"
-        report.noticed(f"{manifest.path} {text}")
+    if restore.not_kept and destination is not None:
+        why = "only root may set them, and limits the user who mounted"
+        if not manifest.trusted:
+            why = f"{manifest.path} belongs to another user, or others may write to it (chown -R and chmod change that)"
+        report.noticed(f"{restore.not_kept} owners, attributes, device nodes or limits are not restored: {why}")
     return report

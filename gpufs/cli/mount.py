@@ -105,7 +105,6 @@ def _mount_and_restore(mountpoint: str, chosen: config.Settings, flags: tuple[st
     from gpufs.cli import _save_run, umount  # which other mounts do without
 
     with _save_run.opened_save(saved) as save:
-        _save_run.read_through(save[0])
         mount(mountpoint, chosen, flags=flags)
         good = False
         try:

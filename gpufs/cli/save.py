@@ -24,9 +24,9 @@ from gpufs.cli._options import timeout_option
 def command(source: str, destination: str, timeout: float, **options: Any) -> int:
     """Save the files of a mount, or below a directory of one, as the directory DEST.
 
-    DEST/tree has the files; DEST/manifest.jsonl has their attributes and checksums, and the limits. `gpufs restore`
-    restores them. DEST is replaced if it is a save. It is complete, or as it was before: also if this is killed. A
-    file that changes while it is saved ends the save. Exit codes: 0 saved, 1 not saved, 2 wrong options.
+    DEST/tree has the files; DEST/manifest.jsonl has their attributes and checksums, and the limits of a mount. `gpufs
+    restore` restores them. DEST is replaced if it is a save. It is complete, or as it was before: also if this is
+    killed. A file that changes while it is saved ends the save. Exit codes: 0 saved, 1 not saved, 2 wrong options.
     """
     from gpufs.cli._save_run import SaveOptions, save  # help and completions need no client
 

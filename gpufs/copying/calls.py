@@ -378,11 +378,12 @@ class _Collected(CountingReport):
 
         return None if self._show is None else report
 
-    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome], hop: int = 0) -> None:
         self._verified = None
-        self.count(source, outcomes)
+        if hop == 0:  # the progress shows the first machine
+            self.count(source, outcomes)
         for outcome in outcomes:
-            self._take(outcome)
+            self._take(outcome, hop)
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
         names = (source, destination) if source else (destination or self._source, None)
@@ -404,14 +405,6 @@ class _Collected(CountingReport):
             progress = self._verified or self.progress()
             if progress.total or not self._is_one:
                 self._show(progress)
-
-    # ---- the same, of a copy between machines ----
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        if hop == 0:  # the progress shows the first machine
-            self.count(source, [] if outcome is None else [outcome])
-        if outcome is not None:
-            self._take(outcome, hop)
 
     def host_lost(self, hop: int, error: CopyError) -> None:
         for lost in range(hop, self._machines):

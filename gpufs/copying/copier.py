@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -19,17 +17,15 @@ from gpufs.copying.types import (
     CopyError,
     CopyOptions,
     CopyResult,
-    NotOnMountCopyError,
     Outcome,
     Progress,
     copy_error,
 )
+from gpufs.copying.walk import End, Step
 from gpufs.syscalls import Closing
 
 if TYPE_CHECKING:
     from gpufs.copying.store_copy import StoreCopies
-    from gpufs.stores.files import StoreFile
-    from gpufs.stores.urls import Url
 
 
 class FileCopier(Closing):
@@ -46,21 +42,15 @@ class FileCopier(Closing):
             self._store_copies.close()
         self.context.close()
 
-    def copy_each(
-        self,
-        source: Entry | StoreFile,
-        ends: Sequence[Entry | Url],
-        *,
-        progress: Progress,
-        cancel: Cancellation,
-    ) -> list[Outcome]:
+    def copy_each(self, step: Step, ends: Sequence[End], progress: Progress, cancel: Cancellation) -> list[Outcome]:
         """Copy a file, of this machine or of a store, to each of its destinations by the fastest way that they have.
 
         The outcomes are in the order of ``ends``. A destination that fails does not end the other copies. Of several
         destinations ``progress`` counts the bytes of all copies, from several threads, one at a time.
         """
         names = [end for end in ends if isinstance(end, Entry)]
-        identity = None
+        identity, source = None, step.source
+        assert source is not None
         try:
             if not isinstance(source, Entry) and source.cached is not None:
                 identity = Identity.of_stored(source)
@@ -114,15 +104,3 @@ class FileCopier(Closing):
                 ).run()
         except OSError as error:  # of the destination's directory
             raise copy_error(error, destination.path) from None
-
-    def copy_to_stream(
-        self, source: Entry, destination_fd: int, *, progress: Progress, cancel: Cancellation
-    ) -> CopyResult:
-        """Copy a file into a pipe, or another open file, whose descriptor stays the caller's."""
-        with entries.open_source(source) as opened:
-            if opened.status.st_dev not in self.context.mounts():
-                raise NotOnMountCopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
-            output = OpenFile(Entry.of(STREAM), destination_fd, os.fstat(destination_fd))
-            if stat.S_ISREG(opened.status.st_mode) and os.path.samestat(opened.status, output.status):
-                raise CopyError(errno.EINVAL, "is the same file as the output", source.path)
-            return CopyJob(self.context, opened, output, progress=progress, cancel=cancel).run_to_stream()

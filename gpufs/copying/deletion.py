@@ -14,7 +14,7 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.copying.entries import Entry, is_inside
 from gpufs.copying.patterns import Selection
 from gpufs.copying.types import Report
-from gpufs.copying.walk import Fail, Folder, Step, Steps, walk_files
+from gpufs.copying.walk import Fail, Step, Steps, walk_files
 from gpufs.new_file import part_name
 
 # The kinds of a source's files and directories, by their paths below it.
@@ -91,33 +91,33 @@ def _delete_unless_named(step: Step, names: Names, gone: set[str], *, dry_run: b
     folder = step.folder
     if step.kind == "file" and folder is not None and names.get(step.below) != "file":
         assert isinstance(step.source, Entry)
+        assert folder.status is not None
         if not dry_run:
-            with _writable(folder, keeps_times):
+            with writable(folder.fd, folder.status, keeps_times):
                 os.unlink(step.source.name, dir_fd=folder.fd)
         return True
     if step.kind != "leave" or folder is None or folder.parent is None or names.get(folder.below) == "directory":
         return False
     if dry_run:
         return all(os.path.join(folder.path, name) in gone for name in os.listdir(folder.path))
-    with _writable(folder.parent, keeps_times):
+    assert folder.parent.status is not None
+    with writable(folder.parent.fd, folder.parent.status, keeps_times):
         os.rmdir(os.path.basename(folder.below), dir_fd=folder.parent.fd)
     return True
 
 
 @contextmanager
-def _writable(folder: Folder, keeps_times: bool) -> Iterator[None]:
-    """Let the owner of a directory change it, whatever its mode is."""
-    status = folder.status
-    assert status is not None
+def writable(target: int | str, status: os.stat_result, keeps_times: bool) -> Iterator[None]:
+    """Let the owner of a directory change it, whatever its mode is. ``target``: as of preserve()."""
     mode = stat.S_IMODE(status.st_mode)
     closed = mode & stat.S_IRWXU != stat.S_IRWXU and status.st_uid == os.geteuid() != 0
     if closed:
-        os.fchmod(folder.fd, mode | stat.S_IRWXU)
+        os.chmod(target, mode | stat.S_IRWXU)
     try:
         yield
     finally:
         if closed:
-            os.fchmod(folder.fd, mode)
+            os.chmod(target, mode)
         if keeps_times:
             with suppress(OSError):  # another user's
-                os.utime(folder.fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+                os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))

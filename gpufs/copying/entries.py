@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, Literal, NamedTuple, Protocol, Self
 
@@ -20,6 +20,10 @@ from gpufs.new_file import NewFile
 from gpufs.syscalls import close_all, closed_after, path_of
 
 NEITHER: Final = "neither of them is on a gpufs mount: use cp"
+_ACCESS_LISTS: Final = ("system.posix_acl_access", "system.posix_acl_default")
+_KEPT: Final = ("user.", "security.", "trusted.", *_ACCESS_LISTS)
+# Of extended attributes. A file has 64 KiB of names at most, and each of these may have a value of 64 KiB.
+_MOST_BYTES: Final = 8 << 20
 _TRIES: Final = 4  # to open a destination that others create and remove at the same time
 
 
@@ -345,8 +349,11 @@ class SourceAttributes(Protocol):
     def st_mtime_ns(self) -> int: ...
 
 
-def preserve(target: int | str, source: SourceAttributes) -> None:
-    """Set owner (if allowed), mode and times, as cp -p. ``target``: a descriptor, or path_of() an O_PATH one."""
+def preserve(target: int | str, source: SourceAttributes, xattrs: Mapping[str, bytes] | None = None) -> None:
+    """Set owner (if allowed), mode and times, as cp -p, and ``xattrs`` unless that is None.
+
+    ``target``: a descriptor, or path_of() an O_PATH one.
+    """
     mode, now = stat.S_IMODE(source.st_mode), os.stat(target)
     owned = (now.st_uid, now.st_gid) == (source.st_uid, source.st_gid)
     if not owned:  # else a request to the mount's daemon for nothing
@@ -358,6 +365,9 @@ def preserve(target: int | str, source: SourceAttributes) -> None:
             except PermissionError:
                 mode &= ~stat.S_ISGID
             mode &= ~stat.S_ISUID
+    if xattrs is not None:  # before the mode, which may take the right to set them
+        write_xattrs(target, xattrs)
+        owned = False
     if not stat.S_ISLNK(source.st_mode) and not (owned and stat.S_IMODE(now.st_mode) == mode):  # links have none
         os.chmod(target, mode)
     os.utime(target, ns=(source.st_atime_ns, source.st_mtime_ns))
@@ -373,3 +383,49 @@ def sync_directory(directory: int) -> None:
     """Write the names in a directory to disk."""
     with closed_after(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)) as readable:
         os.fsync(readable)
+
+
+# ---- extended attributes and access lists ----
+
+
+def read_xattrs(target: int | str) -> dict[str, bytes]:
+    """Return those that the caller may see. ``target``: a descriptor, or path_of() an O_PATH one.
+
+    OSError E2BIG for more than 8 MiB.
+    """
+    try:
+        names = os.listxattr(target)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return {}
+        raise
+    values, total = {}, 0
+    for name in names:
+        if not name.startswith(_KEPT):
+            continue
+        try:
+            values[name] = os.getxattr(target, name)
+        except OSError as error:
+            if error.errno not in (errno.ENODATA, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP):
+                raise
+            continue
+        total += len(name) + len(values[name])
+        if total > _MOST_BYTES:
+            raise OSError(errno.E2BIG, f"has more than {_MOST_BYTES >> 20} MiB of extended attributes")
+    return values
+
+
+def may_set(name: str, *, trusted: bool) -> bool:
+    """Return whether this user may set one. ``trusted``: also if it gives rights to programs."""
+    return name.startswith(_KEPT if trusted and os.geteuid() == 0 else ("user.", *_ACCESS_LISTS))
+
+
+def write_xattrs(target: int | str, xattrs: Mapping[str, bytes]) -> None:
+    """Set these, and remove access lists that the file has inherited. ``target``: as of read_xattrs()."""
+    inherited: list[str] = []
+    with suppress(OSError):
+        inherited = [name for name in os.listxattr(target) if name in _ACCESS_LISTS and name not in xattrs]
+    for name in inherited:
+        os.removexattr(target, name)
+    for name, value in xattrs.items():
+        os.setxattr(target, name, value)

@@ -16,7 +16,7 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_receive import Receiver
-from gpufs.copying.host_reports import HostNames, Shown
+from gpufs.copying.host_reports import HostReports
 from gpufs.copying.host_send import Sender
 from gpufs.copying.job import CopyContext
 from gpufs.copying.types import CopyOptions, Pace, Report
@@ -236,8 +236,8 @@ class Route:
         shell, program = self._shell, self._program
         with connected(hosts, shell=shell, program=program, cancel=cancel, notice=report.noticed) as peer:
             source = self._from[0].host if self._from else ""
-            named = HostNames(peer.host, source, [target.host for target in self._to] or [""])
-            yield partial(self._copy, context, peer.channel, request, Shown(report, named).take, cancel)
+            shown = HostReports(report, peer.host, source, [target.host for target in self._to] or [""])
+            yield partial(self._copy, context, peer.channel, request, shown.take, cancel)
 
     def _copy(
         self, context: CopyContext, channel: HostChannel, request: HostRequest, report: _Report, cancel: Cancellation

@@ -75,6 +75,11 @@ class Identity(NamedTuple):
         return os.fsencode(f"{status.st_size} {status.st_mtime_ns} {self.version}")
 
 
+def seconds_text(ns: int) -> str:
+    """Return a time in nanoseconds since 1970 in seconds, as objects of stores and manifests note it."""
+    return f"{ns // 10**9}.{ns % 10**9:09}"
+
+
 def forget(fd: int) -> None:
     """Remove what an open file has noted: it gets other content."""
     with suppress(OSError):

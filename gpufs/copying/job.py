@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from gpufs import syscalls
@@ -33,7 +34,7 @@ from gpufs.exceptions import text_of, with_user_names
 from gpufs.modes import READ_WRITE
 from gpufs.mounting import MountEntry, MountTable, place_of, root_of
 from gpufs.new_file import NewFile, remove_name
-from gpufs.syscalls import close_all, os_error, path_of, start_thread
+from gpufs.syscalls import close_all, os_error, path_of
 from gpufs.units import bytes_text
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class CopyJob:
         created: bool = False,
         stream: bool = False,
         new: NewFile | None = None,
-        complete: Callable[[], None] | None = None,
+        complete: Callable[[NewFile], None] | None = None,
         identity: Identity | None = None,
         progress: Progress = None,
         cancel: Cancellation | None = None,
@@ -190,6 +191,7 @@ class CopyJob:
         *,
         stream: bool = False,
         readable: bool = False,
+        complete: Callable[[NewFile], None] | None = None,
         identity: Identity | None = None,
         progress: Progress = None,
         cancel: Cancellation | None = None,
@@ -208,8 +210,8 @@ class CopyJob:
             )
         try:
             end = OpenFile(destination, fd, os.fstat(fd))
-            how: dict[str, Any] = {"progress": progress, "cancel": cancel}
-            return cls(context, source, end, created=created, stream=stream, new=new, identity=identity, **how)
+            how: dict[str, Any] = {"identity": identity, "complete": complete, "progress": progress, "cancel": cancel}
+            return cls(context, source, end, created=created, stream=stream, new=new, **how)
         except BaseException:
             os.close(fd) if new is None else new.close()
             raise
@@ -237,14 +239,6 @@ class CopyJob:
         finally:
             self.close()
         return self._result(digest)
-
-    def run_to_stream(self) -> CopyResult:
-        """Copy to a destination without offsets, which stays open."""
-        try:
-            self._data.to_stream()
-        except OSError as error:
-            raise self._failure(error, self.clean_up(partial=True)) from None
-        return self._result(None)
 
     def close(self) -> None:
         """Close the destination. A second call does nothing."""
@@ -362,8 +356,8 @@ class CopyJob:
         if durable and not self._data.synced:
             os.fsync(fd)
         digest = self._verify() if options.verify else None
-        if self._give_name is not None:
-            self._give_name()
+        if self._new is not None and self._give_name is not None:
+            self._give_name(self._new)
         elif self._new is not None:
             self._new.complete(self.destination.entry.name)
         if durable and self._created:
@@ -599,47 +593,42 @@ class DataCopy:
             self._count("mount", count)
             data = data[count:]
 
-    def to_stream(self) -> None:
-        """Write the source to a destination that has no offsets."""
-        buffer = memoryview(bytearray(_STREAM_BYTES))
-        while count := os.preadv(self.source_fd, [buffer], self.done):
-            self.check_cancelled()
-            data = buffer[:count]
-            while data:
-                step = _write_some(self.destination_fd, data)
-                self._count("mount", step)
-                data = data[step:]
-
-    def checksums(self, end: int | None) -> tuple[str | OSError, str | OSError]:
+    def checksums(self, end: int | None) -> list[str | OSError]:
         """The SHA-256 of both files, or the errors of reading them. ``end``: where the destination's content ends."""
+        from gpufs import waiting  # these take longer to import than a small file to copy
+        from gpufs.copying.checksums import sha256_of
+
         # Opened again through the descriptor: this is the file that was written, whatever its name refers to now.
         back = os.open(path_of(self.destination_fd), os.O_RDONLY | os.O_CLOEXEC)
         ended = threading.Event()
-        of_destination: list[str | OSError] = []
 
         def cancelled() -> bool:
-            return self.cancel is not None and self.cancel.cancelled
+            return ended.is_set() or (self.cancel is not None and self.cancel.cancelled)
 
-        def read_back() -> None:
+        def read_back() -> str:
             try:
-                of_destination.append(_checksum(back, lambda: ended.is_set() or cancelled(), lambda offset: None, end))
+                return sha256_of(back, cancelled, end=end)
             finally:
-                os.close(back)
+                os.close(back)  # by this thread: an exception of the other one cannot close it during a read
 
         try:
             for fd in (self.destination_fd, back):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            reader = start_thread(read_back)
+            reading = waiting.start(read_back)
         except BaseException:
             os.close(back)
             raise
+        found: list[str | OSError] = []
         try:
-            # The thread closes its own descriptor, so an exception here cannot close it during a read.
-            of_source = _checksum(self.source_fd, cancelled, lambda offset: self._report(offset, "verify"), None)
-            reader.join()
+            read = partial(sha256_of, self.source_fd, cancelled, lambda offset: self._report(offset, "verify"))
+            for result in (read, reading.result):
+                try:
+                    found.append(result())
+                except OSError as error:
+                    found.append(error)
         finally:
             ended.set()
-        return of_source, of_destination[0]
+        return found
 
     def check_cancelled(self) -> None:
         """OSError ECANCELED once the copy is cancelled."""
@@ -657,15 +646,6 @@ class DataCopy:
             self._progress(CopyProgress(moved, self.total, dict(self.paths), phase))
 
 
-def _checksum(fd: int, cancelled: Callable[[], bool], report: Callable[[int], None], end: int | None) -> str | OSError:
-    from gpufs.copying.checksums import sha256_of  # hashlib takes longer to import than a small file to copy
-
-    try:
-        return sha256_of(fd, cancelled, report, end)
-    except OSError as error:
-        return error
-
-
 def _read_full(fd: int, buffer: memoryview) -> int:
     """Fill a buffer from a pipe or another stream. Returns fewer bytes only at the stream's end."""
     filled = 0
@@ -673,25 +653,11 @@ def _read_full(fd: int, buffer: memoryview) -> int:
         try:
             count = os.readv(fd, [buffer[filled:]])
         except BlockingIOError:  # the stream's other users have made it non-blocking
-            _await(fd, select.POLLIN)
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            poll.poll(1000)  # in short waits: see gpufs/waiting.py
             continue
         if not count:
             break
         filled += count
     return filled
-
-
-def _write_some(fd: int, data: memoryview) -> int:
-    """Write to a pipe or another stream. Returns how many bytes it took, at least one."""
-    while True:
-        try:
-            return os.write(fd, data)
-        except BlockingIOError:
-            _await(fd, select.POLLOUT)
-
-
-def _await(fd: int, event: int) -> None:
-    poll = select.poll()
-    poll.register(fd, event)
-    while not poll.poll(1000):  # in short waits: see gpufs/waiting.py
-        pass

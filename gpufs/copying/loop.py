@@ -20,7 +20,7 @@ from gpufs.copying.entries import Entry, data_bytes, find_targets, kind_of
 from gpufs.copying.patterns import Selection
 from gpufs.copying.tree import FileTree, TreeState, adopt, has_attributes
 from gpufs.copying.types import STREAM, CopyResult, Outcome, Report, as_os_error, check_options
-from gpufs.copying.walk import HINT, Folder, Step, Steps, replay, walk_files, walk_store
+from gpufs.copying.walk import HINT, End, Folder, Step, Steps, replay, walk_files, walk_store
 from gpufs.exceptions import text_of
 from gpufs.syscalls import start_thread
 
@@ -59,7 +59,7 @@ class Tree(Protocol):
     def enter(self, step: Step) -> bool:
         """Create a directory. Return whether it can be filled."""
 
-    def file(self, step: Step) -> Entry | Url | None:
+    def file(self, step: Step) -> End | None:
         """Return the name of the copy of a file, None if it is not copied."""
 
     def special(self, step: Step) -> None:
@@ -80,23 +80,38 @@ class _Thread:
             self.ended.set()
 
 
-class CopyThreads:
-    """Threads that carry out calls, with a bound on those that wait."""
+class TreeCopy:
+    """One copy of files and directories, with the options of the copier, by several threads."""
 
-    def __init__(self, cancel: Cancellation, report: Report) -> None:
+    def __init__(self, copier: FileCopier, cancel: Cancellation, report: Report) -> None:
         self._cancel = cancel
         self._report = report
-        # A call, and what to do in its place once cancelled; None for each thread at the end.
+        # A call, and what to do in its place once cancelled; None for each thread at the end. It has a bound.
         self._queue: Queue[tuple[Callable[[], None], Callable[[], None]] | None] = Queue(_QUEUED_FILES)
+        self.state = TreeState(copier.context, cancel, report)
+        self._copier = copier
+        self._options = options = copier.context.options
+        self.selection = Selection(options.include, options.exclude)
+        self._made: dict[str, str] | None = None  # of several sources: what is copied, by the names of the copies
+        self.is_incomplete = False  # not all of the sources can be read
+        self._stored: StoredCopies | None = None  # of uploads with --update
+        self._may_overwrite = False  # by --inplace
+        self._jobs = 1
+        self._many = True  # several files, perhaps
+        # A lock if there is space for one copy at a time.
+        self._turn: AbstractContextManager[object] = nullcontext()
+
+    # ---- the threads ----
 
     def run(self, find: Callable[[], None], jobs: int) -> None:
         """Copy what ``find`` adds, by up to ``jobs`` threads. OSError EAGAIN if no thread can be started.
 
         ``find`` runs on a thread of its own, for a store or a disk may be slow to answer.
         """
+        self._jobs = jobs if self._many else 1
         workers: list[_Thread] = []
         try:
-            for _ in range(jobs):
+            for _ in range(self._jobs):
                 workers.append(_Thread(self._work))
         except OSError:
             if not workers:
@@ -140,7 +155,7 @@ class CopyThreads:
         thread.ended.wait(_REFRESH)
         self._report.tick()
 
-    def put(self, work: Callable[[], None], drop: Callable[[], None] = lambda: None) -> None:
+    def _put(self, work: Callable[[], None], drop: Callable[[], None] = lambda: None) -> None:
         """Queue a call for one of the threads, and wait for space. Once cancelled ``drop`` is called instead."""
         while not self._cancel.cancelled:
             with suppress(Full):
@@ -173,30 +188,6 @@ class CopyThreads:
                 return
             queued[self._cancel.cancelled]()
 
-
-class TreeCopy(CopyThreads):
-    """One copy of files and directories, with the options of the copier."""
-
-    def __init__(self, copier: FileCopier, cancel: Cancellation, report: Report) -> None:
-        super().__init__(cancel, report)
-        self.state = TreeState(copier.context, cancel, report)
-        self._copier = copier
-        self._options = options = copier.context.options
-        self.selection = Selection(options.include, options.exclude)
-        self._made: dict[str, str] | None = None  # of several sources: what is copied, by the names of the copies
-        self._is_incomplete = False  # not all of the sources can be read
-        self._stored: StoredCopies | None = None  # of uploads with --update
-        self._may_overwrite = False  # by --inplace
-        self._jobs = 1
-        self._many = True  # several files, perhaps
-        # A lock if there is space for one copy at a time.
-        self._turn: AbstractContextManager[object] = nullcontext()
-
-    def run(self, find: Callable[[], None], jobs: int) -> None:
-        """Copy what ``find`` adds, as CopyThreads.run()."""
-        self._jobs = jobs if self._many else 1
-        super().run(find, self._jobs)
-
     # ---- what is copied ----
 
     @contextmanager
@@ -220,7 +211,7 @@ class TreeCopy(CopyThreads):
         if not all(sources) or not all(ends):
             raise OSError(errno.ENOENT, "an empty name is given where a file belongs")
         if kind != "file" and STREAM in (*sources, *ends):
-            raise OSError(errno.EINVAL, "- is standard input or output, and the other name must be on this machine")
+            raise OSError(errno.EINVAL, "- is standard input, and the other name must be on this machine")
         self._many = options.recursive or len(sources) > 1
         if kind == "host":
             check_options(options, "HOST:PATH")
@@ -275,7 +266,7 @@ class TreeCopy(CopyThreads):
                 except Exception as error:  # noqa: BLE001 - raised below, where the connection explains it
                     failures.append(error)
 
-            yield partial(self.put, carry_out)
+            yield partial(self._put, carry_out)
             if failures:
                 raise failures[0]
 
@@ -300,7 +291,7 @@ class TreeCopy(CopyThreads):
             try:
                 files = finding.find(url, recursive=self._options.recursive)
             except OSError as error:
-                self._fail(url.shown, error)
+                self.fail(url.shown, error)
                 continue
             copies = [of_end[place][1] for of_end in named]
             each: list[tuple[str | None, list[StoreFile], list[Entry]]]
@@ -329,29 +320,31 @@ class TreeCopy(CopyThreads):
                 if self._may_delete(names):
                     delete_other_objects(target, names, self.selection, self.state)
                     self._report_unmatched()
-                steps = replay(listed, self._fail)
+                steps = replay(listed, self.fail)
             self.add(steps, [BucketTree(target, self.state)])
 
     def _walk(self, source: str, *, hint: str = HINT, follow: bool = False) -> Steps:
         recursive, dereference = self._options.recursive, self._options.dereference
         entry = Entry.of(source, follow=follow or dereference or not recursive)
-        steps = walk_files(entry, self._fail, recursive=recursive, dereference=dereference, hint=hint)
+        steps = walk_files(entry, self.fail, recursive=recursive, dereference=dereference, hint=hint)
         return self.selection.of(steps)
 
     def _copy_all(self, found: Sequence[Source], *, replaces: bool) -> None:
-        """Copy sources. If they may have several files, each is walked over to its end before anything is changed.
+        """Copy sources. If they may have several files, each is walked over to its end before anything is changed."""
+        if self._many or any(len(source.trees) > 1 for source in found):
+            found = self.planned(found, replaces=replaces)
+        for source in found:
+            self.add(source.steps, source.trees)
+
+    def planned(self, found: Sequence[Source], *, replaces: bool) -> list[Source]:
+        """Walk over sources to their ends, and return them for add(), none if not all files fit.
 
         ``replaces``: existing files keep their memory until their new versions are complete.
         """
-        if self._many or any(len(source.trees) > 1 for source in found):
-            self._made = {} if len(found) > 1 else None
-            needs = [list[_Need]() for _ in found[0].trees] if found else []
-            planned = [
-                Source(replay(self._plan(source, needs, replaces), self._fail), source.trees) for source in found
-            ]
-            found = planned if self._options.partial or self._all_fit(found, needs, replaces=replaces) else []
-        for source in found:
-            self.add(source.steps, source.trees)
+        self._made = {} if len(found) > 1 else None
+        needs = [list[_Need]() for _ in found[0].trees] if found else []
+        planned = [Source(replay(self._plan(source, needs, replaces), self.fail), source.trees) for source in found]
+        return planned if self._options.partial or self._all_fit(found, needs, replaces=replaces) else []
 
     def add(self, steps: Steps, trees: Sequence[Tree]) -> None:
         """Create directories and links, and queue files."""
@@ -371,10 +364,11 @@ class TreeCopy(CopyThreads):
                     if folder is not None:
                         folder.use()
                     self._report.planned(step.size * len(ends))
-                    self.put(partial(self._copy, step, ends), partial(self._release, step))
+                    self._put(partial(self._copy, step, ends), partial(self._release, step))
 
-    def _fail(self, path: str, error: OSError) -> None:
-        self._is_incomplete = True
+    def fail(self, path: str, error: OSError) -> None:
+        """Take what cannot be found in a source."""
+        self.is_incomplete = True
         self._report.failed(path, None, error)
 
     # ---- before anything is changed ----
@@ -407,6 +401,9 @@ class TreeCopy(CopyThreads):
                 if step.parent is not None:
                     name, above = step.name, copies[step.parent]
                     ends = [(f"{path}/{name}", there is None or name in there) for path, there in above]
+                for tree, (path, may_exist) in zip(source.trees, ends, strict=True):
+                    if may_exist:
+                        tree.check_name(path, step)
                 if step.kind == "enter":
                     is_first = step.parent is None
                     copies[step.folder] = [
@@ -451,9 +448,9 @@ class TreeCopy(CopyThreads):
 
     def _may_delete(self, names: Names) -> bool:
         """Return whether a source is a directory, and all of it could be read."""
-        if self._is_incomplete:
+        if self.is_incomplete:
             self._report.noticed("warning: nothing is deleted, for not all of the source can be read")
-        return not self._is_incomplete and not self._cancel.cancelled and names.get("") == "directory"
+        return not self.is_incomplete and not self._cancel.cancelled and names.get("") == "directory"
 
     def _all_fit(self, found: Sequence[Source], needs: Sequence[list[_Need]], *, replaces: bool) -> bool:
         """Return whether all files fit at each destination, and report where not."""
@@ -514,7 +511,7 @@ class TreeCopy(CopyThreads):
 
     # ---- one file ----
 
-    def _copy(self, step: Step, ends: list[Entry | Url]) -> None:
+    def _copy(self, step: Step, ends: list[End]) -> None:
         assert step.source is not None
         try:
             if self._options.update:
@@ -527,7 +524,7 @@ class TreeCopy(CopyThreads):
                 outcomes: list[Outcome] = [CopyResult(step.path, name, step.size, 0.0, "dry-run", {}) for name in names]
             else:
                 with self._turn:
-                    outcomes = self._copier.copy_each(step.source, ends, progress=progress, cancel=self._cancel)
+                    outcomes = self._copier.copy_each(step, ends, progress, self._cancel)
             self._report.finished(step.path, names, outcomes)
         except Exception as error:  # noqa: BLE001 - the other files are still copied
             self._report.failed(step.path, None, as_os_error(error))
@@ -538,7 +535,7 @@ class TreeCopy(CopyThreads):
         if step.folder is not None:
             step.folder.release()
 
-    def _different(self, step: Step, ends: list[Entry | Url]) -> list[Entry | Url]:
+    def _different(self, step: Step, ends: list[End]) -> list[End]:
         """Return those of the copies that are to be made, and count the others. It asks stores, and reads contents."""
         different = []
         for end in ends:
@@ -553,7 +550,7 @@ class TreeCopy(CopyThreads):
                 different.append(end)
         return different
 
-    def _has_content(self, step: Step, end: Entry | Url) -> bool:
+    def _has_content(self, step: Step, end: End) -> bool:
         options, source = self._options, step.source
         assert source is not None
         if not options.checksum:

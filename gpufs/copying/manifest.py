@@ -12,16 +12,16 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import IO, Annotated, Final, Literal, NamedTuple, TypeAlias
+import time
+from contextlib import ExitStack, suppress
+from typing import IO, Annotated, Final, Literal, Self, TypeAlias
 from urllib.parse import unquote_to_bytes
 
 import msgspec
 
 from gpufs import safe_path
-from gpufs.copying.part_sums import PART_BYTES, Sums
-from gpufs.syscalls import path_of, trusted
+from gpufs.copying.checksums import Sums
+from gpufs.syscalls import closed_after, trusted
 
 MANIFEST: Final = "manifest.jsonl"
 TREE: Final = "tree"
@@ -33,6 +33,7 @@ PATH_BYTES: Final = 4095
 _NAME_BYTES: Final = 255
 _LARGEST_ID: Final = (1 << 32) - 2
 _LARGEST_FILE: Final = 1 << 46
+_SET_ID: Final = stat.S_ISUID | stat.S_ISGID
 
 Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_ID)]
 # Whole seconds since 1970, rounded down, and nanoseconds.
@@ -40,6 +41,7 @@ Time: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,12}\.[0-9]{9}
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_FILE)]
 Mode: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-7]{3,4}\Z")]
 Sum: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Offset: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,15}\Z")]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=3 * PATH_BYTES)]
 
 
@@ -64,15 +66,10 @@ class Header(_Line, tag="gpufs-save", kw_only=True):
     mount: bool = False
     limits: list[Limit] = []
 
-
-class SavedAttributes(NamedTuple):
-    """The attributes that preserve() sets."""
-
-    st_mode: int
-    st_uid: int
-    st_gid: int
-    st_atime_ns: int
-    st_mtime_ns: int
+    @classmethod
+    def of(cls, source: str, limits: list[Limit], *, mount: bool) -> Self:
+        saved = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return cls(version=VERSION, source=encoded(source), saved=saved, mount=mount, limits=limits)
 
 
 class Named(_Line, kw_only=True):
@@ -86,8 +83,23 @@ class Named(_Line, kw_only=True):
     mtime: Time
     xattrs: dict[str, bytes] = {}
 
-    def attributes(self) -> SavedAttributes:
-        return SavedAttributes(int(self.mode, 8), self.uid, self.gid, _ns_of_time(self.atime), _ns_of_time(self.mtime))
+    def status(self, in_tree: os.stat_result | None, *, trusted: bool) -> os.stat_result:
+        """Return the attributes of what is restored. Without ``trusted`` it is the caller's, and gives no rights.
+
+        ``in_tree``: those of its file in the tree, which has the content, if there is one.
+        """
+        kind = SPECIAL_KINDS[self.kind] if isinstance(self, Special) else _KINDS[type(self)]
+        mode, owner = int(self.mode, 8), (self.uid, self.gid)
+        if not trusted:
+            mode, owner = mode & ~_SET_ID, (os.geteuid(), os.getegid())
+        place, size, others = (0, 0), 0, {"st_blocks": 0, "st_rdev": 0}
+        if in_tree is not None:
+            place, size = (in_tree.st_ino, in_tree.st_dev), in_tree.st_size
+            others["st_blocks"] = in_tree.st_blocks
+        if isinstance(self, Special):
+            others["st_rdev"] = os.makedev(self.major, self.minor)
+        others |= {"st_atime_ns": _ns_of_time(self.atime), "st_mtime_ns": _ns_of_time(self.mtime)}
+        return os.stat_result((kind | mode, *place, 1, *owner, size, 0, 0, 0), others)
 
 
 class Directory(Named, tag="directory", kw_only=True):
@@ -99,19 +111,11 @@ class File(Named, tag="file", kw_only=True):
 
     size: Size
     sha256: Sum | None = None
-    parts: dict[str, Sum] = {}
+    parts: dict[Offset, Sum] = {}
 
     def sums(self) -> Sums:
-        """Return the sums by offset. ValueError if the offsets are not those of parts."""
-        if self.size <= PART_BYTES:
-            if self.sha256 is None or self.parts:
-                raise ValueError("a file of one part has sha256 alone")
-            return {0: self.sha256}
-        sums = {int(offset): text for offset, text in self.parts.items() if offset.isascii() and offset.isdecimal()}
-        fine = all(offset % PART_BYTES == 0 and offset < self.size for offset in sums)
-        if self.sha256 is not None or len(sums) != len(self.parts) or not fine:
-            raise ValueError("the offsets of its parts are wrong")
-        return sums
+        """Return the sums by offset."""
+        return {int(offset): text for offset, text in self.parts.items()} if self.sha256 is None else {0: self.sha256}
 
 
 class Symlink(Named, tag="symlink", kw_only=True):
@@ -143,15 +147,11 @@ class End(_Line, tag="end", kw_only=True):
 Record: TypeAlias = Directory | File | Symlink | Special | HardLink
 _AnyLine: TypeAlias = Header | Record | End
 
-KINDS: Final = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK, "char": stat.S_IFCHR, "block": stat.S_IFBLK}
+SPECIAL_KINDS: Final = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK, "char": stat.S_IFCHR, "block": stat.S_IFBLK}
+_KINDS: Final = {Directory: stat.S_IFDIR, File: stat.S_IFREG, Symlink: stat.S_IFLNK}
 
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final = msgspec.json.Decoder(_AnyLine)
-
-
-def time_text(ns: int) -> str:
-    """Return a time in nanoseconds since 1970 as a manifest has it."""
-    return f"{ns // 10**9}.{ns % 10**9:09}"
 
 
 def _ns_of_time(text: str) -> int:
@@ -159,29 +159,23 @@ def _ns_of_time(text: str) -> int:
     return int(seconds) * 10**9 + int(nanoseconds)
 
 
-def text_of_name(name: str) -> str:
+def encoded(name: str) -> str:
     """Return a path as a manifest has it: % and bytes that are not UTF-8 are written %XX."""
     text = name.replace("%", "%25")
     return re.sub("[\udc80-\udcff]", lambda found: f"%{ord(found[0]) - 0xDC00:02X}", text)
 
 
-def name_of_text(text: str) -> str:
+def decoded(text: str) -> str:
     """Return the path that a manifest means."""
     return os.fsdecode(unquote_to_bytes(text))
 
 
 def _checked_path(text: str) -> str:
     """Return a path below the save. ValueError for one that could lead elsewhere."""
-    path = name_of_text(text)
+    path = decoded(text)
     raw = os.fsencode(path)
-    names = raw.split(b"/")
-    if raw == b".":
-        return path
-    if (
-        len(raw) > PATH_BYTES
-        or b"\0" in raw
-        or any(name in (b"", b".", b"..") or len(name) > _NAME_BYTES for name in names)
-    ):
+    is_name = [0 < len(name) <= _NAME_BYTES and name not in (b".", b"..") for name in raw.split(b"/")]
+    if path != "." and (not all(is_name) or len(raw) > PATH_BYTES or b"\0" in raw):
         raise ValueError(f"{text!r} is not a path below the save")
     return path
 
@@ -198,7 +192,10 @@ class ManifestWriter:
         self.write(header)
 
     def write(self, line: Header | Record | End) -> None:
-        """Add a line. OSError E2BIG if it is longer than readers accept."""
+        """Add a line. OSError if it, or its path, is longer than readers accept."""
+        if isinstance(line, Named | HardLink) and len(os.fsencode(decoded(line.path))) > PATH_BYTES:
+            text = f"its path below the save would be longer than {PATH_BYTES} bytes: leave it out by --exclude"
+            raise OSError(errno.ENAMETOOLONG, text)
         data = _encoder.encode(line) + b"\n"
         if len(data) > _LINE_BYTES:
             raise OSError(errno.E2BIG, "has too many extended attributes or parts for a save")
@@ -216,96 +213,88 @@ class ManifestWriter:
 
 
 class Manifest:
-    """The manifest of a save that exists. OSError, with the line's number, for what is not one.
+    """The manifest of a save that exists, as a whole. OSError, with the line's number, for what is not one.
 
-    ``trusted``: it belongs to root or the caller, and nobody else may write there. Then it may give owners, devices and
-    rights.
+    ``records``: by their paths in the tree, which is open as ``tree``. ``trusted``: it belongs to root or the caller,
+    and nobody else may write there. Then it may give owners, devices and rights.
     """
 
     def __init__(self, path: str, shown: str | None = None) -> None:
         self.path = shown or path
-        name = os.path.join(self.path, MANIFEST)
-        self.directory = safe_path.open_path(path, os.O_RDONLY | os.O_DIRECTORY)
-        self._fd = self.tree = -1
-        try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            self._fd = os.open(MANIFEST, flags, dir_fd=self.directory)
-            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-                raise OSError(errno.EINVAL, "is not a file", name)
-            self.tree = os.open(TREE, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory)
-            self.trusted = all(map(_is_ours, (self.directory, self._fd, self.tree)))
-            first = next(self._lines(), None)
-            if not isinstance(first, Header):
-                raise OSError(errno.EINVAL, "does not begin as the manifest of a save", name)
-            if first.version != VERSION:
-                text = f"is of version {first.version} of the format; this gpufs reads version {VERSION}"
-                raise OSError(errno.EINVAL, text, name)
-            self.header = first
-        except BaseException:
-            self.close()
-            raise
+        self.records: dict[str, Record] = {}
+        with closed_after(safe_path.open_path(path, os.O_RDONLY | os.O_DIRECTORY)) as directory, ExitStack() as opened:
+            try:
+                file = opened.enter_context(_open_lines(directory))
+                self.tree = os.open(TREE, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+                opened.callback(os.close, self.tree)
+                self.trusted = all(map(_is_ours, (directory, file.fileno(), self.tree)))
+                self._read(file)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, os.path.join(self.path, error.filename)) from None
+            self._closing = opened.pop_all()
 
     def close(self) -> None:
-        for fd in (self._fd, self.tree, self.directory):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self.tree = self.directory = -1
+        self._closing.close()
 
-    def records(self) -> Iterator[Record]:
-        """Yield the records. OSError EINVAL at the first line that is not allowed, or at the end of a damaged one."""
-        lines = self._lines()
-        next(lines)
-        for line in lines:
-            if isinstance(line, Header | End):
-                raise self._failure("a second beginning")
-            yield line
-
-    def _lines(self) -> Iterator[Header | Record]:
-        """Yield all lines but the last one."""
+    def _read(self, file: IO[bytes]) -> None:
+        """Read all lines. OSError EINVAL for the first one that is not allowed."""
         checksum, number = hashlib.sha256(), 0
-        with open(path_of(self._fd), "rb", buffering=1 << 20) as file:
-            while data := file.readline(_LINE_BYTES + 1):
-                number += 1
+        while data := file.readline(_LINE_BYTES + 1):
+            number += 1
+            try:
                 if not data.endswith(b"\n"):
-                    raise self._failure("the line is too long or cut off", number)
-                try:
-                    line = _decoder.decode(data)
-                    _check(line)
-                except (ValueError, RecursionError) as error:  # msgspec's are, too
-                    raise self._failure(str(error), number) from None
+                    raise ValueError("it is too long or cut off")
+                line = _decoder.decode(data)
+                _check(line)
                 if isinstance(line, End):
                     if line.sha256 != checksum.hexdigest() or line.lines != number - 1 or file.read(1):
-                        raise self._failure("its lines do not have the checksum that the last one gives")
+                        raise ValueError("the lines before do not have its checksum")
                     return
-                checksum.update(data)
-                yield line
-        raise self._failure("it is cut off: its last line is missing")
+                if isinstance(line, Header) != (number == 1):
+                    raise ValueError("only the first line must have the type gpufs-save")
+                if isinstance(line, Header):
+                    self.header = line
+                elif self.records.setdefault(decoded(line.path), line) is not line:
+                    raise ValueError("another line has this path")
+            except (ValueError, RecursionError) as error:  # msgspec's are, too
+                raise OSError(errno.EINVAL, f"cannot be used: line {number}: {error}", MANIFEST) from None
+            checksum.update(data)
+        raise OSError(errno.EINVAL, "is damaged: its last line is missing", MANIFEST)
 
-    def _failure(self, text: str, number: int = 0) -> OSError:
-        where = f"line {number}: " if number else ""
-        return OSError(errno.EINVAL, f"the manifest is damaged: {where}{text}", os.path.join(self.path, MANIFEST))
+
+def is_save(directory: int) -> bool:
+    """Return whether an open directory looks as a save."""
+    with suppress(OSError, ValueError, RecursionError), _open_lines(directory) as file:
+        return isinstance(_decoder.decode(file.readline(_LINE_BYTES)), Header)
+    return False
+
+
+def _open_lines(directory: int) -> IO[bytes]:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(MANIFEST, flags, dir_fd=directory)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return os.fdopen(fd, "rb", buffering=1 << 20)
+    os.close(fd)
+    raise OSError(errno.EINVAL, "is not a file", MANIFEST)
 
 
 def _check(line: _AnyLine) -> None:
     """Raise ValueError for what could lead out of the save, or is not possible."""
     if isinstance(line, Header):
+        if line.version != VERSION:
+            raise ValueError(f"it is of version {line.version} of the format, and this gpufs reads version {VERSION}")
         for limit in line.limits:
             _checked_path(limit.path)
-    if not isinstance(line, Named | HardLink):
-        return
-    if _checked_path(line.path) == "." and not isinstance(line, Directory):
+    if isinstance(line, Named | HardLink) and _checked_path(line.path) == "." and not isinstance(line, Directory):
         raise ValueError("only a directory is the saved directory itself")
     if isinstance(line, Named) and any("\0" in name for name in line.xattrs):
         raise ValueError("the name of an extended attribute is wrong")
-    match line:
-        case HardLink():
-            _checked_path(line.to)
-        case File():
-            line.sums()
-        case Symlink():
-            target = os.fsencode(name_of_text(line.target))
-            if not target or len(target) > PATH_BYTES or b"\0" in target:
-                raise ValueError("the target of a symbolic link is wrong")
+    if isinstance(line, HardLink):
+        _checked_path(line.to)
+    if isinstance(line, Symlink):
+        target = os.fsencode(decoded(line.target))
+        if not target or len(target) > PATH_BYTES or b"\0" in target:
+            raise ValueError("the target of a symbolic link is wrong")
 
 
 def _is_ours(fd: int) -> bool:
@@ -318,16 +307,12 @@ def find_save(path: str) -> tuple[str, str]:
 
     The path is that of the save, or of a directory in its tree. OSError ENOENT if it is neither.
     """
-    root = safe_path.real(path)
-    if os.path.isdir(root) and os.path.lexists(os.path.join(root, MANIFEST)):
-        return path, ""
-    above, part = root, ""
-    while above != "/":
-        above, name = os.path.split(above)
-        if name == TREE and os.path.lexists(os.path.join(above, MANIFEST)):
-            return above, part
-        part = os.path.join(name, part) if part else name
-    os.stat(path)
+    names = safe_path.real(path).split("/")
+    for count in range(len(names), 0, -1):
+        root = "/".join(names[:count]) or "/"
+        if names[count:][:1] in ([], [TREE]) and os.path.lexists(os.path.join(root, MANIFEST)):
+            return root, "/".join(names[count + 1 :])
     with suppress(FileNotFoundError, NotADirectoryError):
         os.lstat(os.path.join(path, MANIFEST))  # raises PermissionError if this user may not know
+    os.stat(path)
     raise OSError(errno.ENOENT, f"is not a save, nor a directory of one: it has no {MANIFEST}", path)

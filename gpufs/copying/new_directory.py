@@ -6,13 +6,14 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Final
 
 from gpufs import safe_path, syscalls
 from gpufs.copying.entries import sync_directory
+from gpufs.copying.manifest import is_save
 from gpufs.new_file import has_name, part_name
+from gpufs.syscalls import closed_after
 from gpufs.trees import remove_below, remove_tree
 
 _RENAME_EXCHANGE: Final = 2
@@ -21,44 +22,47 @@ _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NewDirectory:
-    """A new directory, as part_name() beside the one that it becomes.
+    """A new directory of a save, as part_name() beside the one that it becomes.
 
     What a process that has died has left there is removed by the next one for the same name. OSError if it cannot have
-    the name, which is absolute and without symbolic links. ``may_replace`` gets the descriptor of a directory that has
-    the name and is not empty; it raises OSError unless the new one may take its place.
+    the name, which is absolute and without symbolic links: of what has the name only a save or an empty directory is
+    replaced.
     """
 
-    def __init__(self, path: str, may_replace: Callable[[int], None]) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
         above, self._name = os.path.split(path)
         self._part = part_name(self._name)
-        self.fd = self._above = -1  # the first: open for reading
-        try:
+        with ExitStack() as opened:
             self._above = safe_path.open_path(above, os.O_PATH | os.O_DIRECTORY)
-            self._old = self._find_old(may_replace)
-            self.fd = self._open()
-            if self._old is not None:
-                self._check_exchange()
-        except OSError as error:
-            self.close()
-            raise OSError(error.errno, error.strerror, self._path) from None
+            opened.callback(os.close, self._above)
+            try:
+                self._old = self._find_old()
+                self.fd = self._open()  # for reading
+                opened.callback(os.close, self.fd)
+                opened.callback(self._remove)
+                if self._old is not None:
+                    self._check_exchange()
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self._path) from None
+            self._closing = opened.pop_all()
 
-    def _find_old(self, may_replace: Callable[[int], None]) -> os.stat_result | None:
+    def _find_old(self) -> os.stat_result | None:
         """Return the directory that it replaces, None if there is none, or an empty one."""
         try:
             fd = os.open(self._name or "/", _OPEN, dir_fd=self._above)
         except FileNotFoundError:
             return None
-        try:
+        with closed_after(fd):
             status = os.fstat(fd)
             if not self._name or status.st_dev != os.fstat(self._above).st_dev:
                 raise OSError(errno.EBUSY, "a file system is mounted there: give the name of a directory in it")
             if not os.listdir(fd):
                 return None
-            may_replace(fd)
+            if not is_save(fd):
+                text = "exists and is not a save, nor empty: give another name, or a new one below it"
+                raise OSError(errno.EEXIST, text)
             return status
-        finally:
-            os.close(fd)
 
     def _open(self) -> int:
         """Create the directory, or take over and empty that of a process that has died. Returns it, locked."""
@@ -91,16 +95,11 @@ class NewDirectory:
         except OSError as error:
             text = "its file system cannot replace a directory in one step: give a name that does not exist"
             raise OSError(error.errno, text) from None
-        finally:
-            for name in ("a", "b"):
-                os.rmdir(name, dir_fd=self.fd)
-
-    def sync(self) -> None:
-        """Write all that it has to its disk."""
-        syscalls.syncfs(self.fd)
+        for name in ("a", "b"):
+            os.rmdir(name, dir_fd=self.fd)
 
     def complete(self) -> None:
-        """Give it its name in one step, and remove what had the name. Call sync() before."""
+        """Give it its name in one step, and remove what had the name. What it has is on its disk already."""
         part, name = os.fsencode(self._part), os.fsencode(self._name)
         if not has_name(self.fd, self._part, self._above):
             raise OSError(errno.EBUSY, f"another process has renamed {self._part} beside it", self._path)
@@ -113,25 +112,18 @@ class NewDirectory:
                 syscalls.renameat2(self._above, part, self._above, name, _RENAME_EXCHANGE)
                 raise OSError(errno.EBUSY, "another process has put something else there", self._path)
         sync_directory(self._above)
-        os.close(self.fd)
-        self.fd = -1
         if self._old is not None:
-            self._remove_part()
+            with suppress(OSError):  # the next save removes it
+                remove_tree(self._above, self._part)
 
-    def _remove_part(self) -> None:
-        with suppress(OSError):  # the next save removes it
-            remove_tree(self._above, self._part)
+    def _remove(self) -> None:
+        if has_name(self.fd, self._part, self._above):
+            with suppress(OSError):  # the next save removes it
+                remove_tree(self._above, self._part)
 
     def close(self) -> None:
-        """Close it, and remove it if it is not complete. A second call does nothing."""
-        if self.fd >= 0:
-            if has_name(self.fd, self._part, self._above):
-                self._remove_part()
-            os.close(self.fd)
-            self.fd = -1
-        if self._above >= 0:
-            os.close(self._above)
-            self._above = -1
+        """Close it, and remove it if it is not complete."""
+        self._closing.close()
 
 
 def _is_locked(fd: int) -> bool:

@@ -9,462 +9,353 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import Final
 
-from gpufs import safe_path
+from gpufs import mounting, safe_path
 from gpufs.client._cancellation import Cancellation
 from gpufs.client._daemons import set_quota
 from gpufs.copying import entries
-from gpufs.copying.attributes import write_xattrs
-from gpufs.copying.entries import Entry, OpenFile, data_bytes, open_path
-from gpufs.copying.job import CopyContext, CopyJob
-from gpufs.copying.loop import CopyThreads
-from gpufs.copying.manifest import (
-    KINDS,
-    TREE,
-    Directory,
-    File,
-    HardLink,
-    Manifest,
-    Named,
-    Record,
-    Special,
-    Symlink,
-    name_of_text,
-)
-from gpufs.copying.part_sums import MovedBytes, PartReader
-from gpufs.copying.types import CopyError, CopyResult, Outcome, Progress, Report, copy_error
+from gpufs.copying.checksums import PartReader, different_part
+from gpufs.copying.copier import FileCopier
+from gpufs.copying.deletion import writable
+from gpufs.copying.entries import Entry, OpenFile, may_set
+from gpufs.copying.job import CopyJob
+from gpufs.copying.loop import Source, TreeCopy
+from gpufs.copying.manifest import TREE, Directory, File, HardLink, Manifest, Named, Record, Special, Symlink, decoded
+from gpufs.copying.tree import FileTree, TreeState
+from gpufs.copying.types import CopyError, CopyOptions, CopyResult, Outcome, Progress, Report, copy_error
+from gpufs.copying.walk import End, Fail, Folder, Step, Steps, walk_files
 from gpufs.drivers import DEVICE_DIRECTORIES
 from gpufs.new_file import NewFile
-from gpufs.syscalls import close_all, closed_after, open_beneath, path_of
+from gpufs.syscalls import closed_after, open_beneath, path_of
 
 _DIRECTORY: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
-_SET_ID: Final = stat.S_ISUID | stat.S_ISGID
-# The names in the way, or missing files, that a message lists.
-_MOST_NAMES: Final = 3
 
 
-@dataclass(eq=False)
-class SavedFiles:
-    """The files of a save, or of a part of one, and their checksums."""
+class Restore(FileCopier):
+    """Restores a save, or a directory of it (``part``, "" for all). In the loop of copies it copies the files.
 
-    manifest: Manifest  # stays the caller's
-    part: str  # a directory in the save; "" for all
-    report: Report
-    cancel: Cancellation
+    ``manifest`` stays the caller's. ``destination``: on a mount; created if it does not exist. None: the files are only
+    compared with their checksums. ``overwrite``: existing files are replaced. ``verify``: each file is read again
+    and compared with its checksum before it gets its name.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        part: str,
+        report: Report,
+        destination: str | None = None,
+        *,
+        overwrite: bool = False,
+        verify: bool = True,
+    ) -> None:
+        super().__init__(CopyOptions(recursive=True, preserve=True, replace=True, exact=True), report.noticed)
+        self.manifest = manifest
+        self.overwrite = overwrite
+        self.in_the_way: list[str] = []
+        self.not_kept = 0  # names whose attributes are not all restored, device nodes and limits
+        self._part = part
+        self._report = report
+        self._verify = verify
+        self._destination = "" if destination is None else safe_path.real(destination)
+        self._is_root = destination is not None and mounting.is_root(self._destination)
+        self._has_begun = False  # something may have been created
+        self._tree = os.path.join(manifest.path, TREE)
+        if part and not isinstance(manifest.records.get(part), Directory):
+            raise OSError(errno.ENOENT, "is not a directory of the save", self._shown(part))
+        self._top = open_beneath(manifest.tree, os.fsencode(part or "."), _DIRECTORY)
         self._reader = PartReader()
 
     def close(self) -> None:
+        """Close it."""
+        super().close()
         self._reader.close()
+        os.close(self._top)
 
-    def records(self) -> Iterator[tuple[str, Record]]:
-        """Yield the records with their paths below the part; "" is the part itself."""
-        for record in self.manifest.records():
-            path = name_of_text(record.path)
-            if path == ".":
-                path = ""
-            if not self.part:
+    def find(self, loop: TreeCopy) -> None:
+        """Check the whole save, then create what it has, and queue its files."""
+        if not self._destination:
+            loop.add(self._walk(self._part, loop.fail), [_Checked()])
+            return
+        with Entry.of(self._destination, follow=False).filled() as (directory, _):
+            if os.fstat(directory).st_dev not in self.context.mounts():
+                raise OSError(errno.EXDEV, "is not on a gpufs mount: use cp", self._destination)
+        links = [self.end(path) for path, _ in self._links()]
+        planned = []
+        for name in self._directories():
+            tree = _RestoredTree(self, name, loop.state, is_device=self._is_root)
+            planned.append(loop.planned([Source(self._walk(name, loop.fail), [tree])], replaces=True))
+        if found := self.in_the_way + ([] if self.overwrite else list(filter(os.path.lexists, links))):
+            more = f", and so are {len(found) - 1} more" if len(found) > 1 else ""
+            text = f"is in the way{more}" + ("" if self.overwrite else " (--overwrite replaces files)")
+            loop.fail(found[0], OSError(errno.EEXIST, text))
+        self._has_begun = all(planned) and not loop.is_incomplete and not loop.state.cancel.cancelled
+        for (source,) in planned if self._has_begun else []:
+            loop.add(source.steps, source.trees)
+
+    # ---- names ----
+
+    def _shown(self, path: str) -> str:
+        """Return the name of a path in the save, for messages and steps; "" or . for its tree."""
+        return self._tree if path in ("", ".") else os.path.join(self._tree, path)
+
+    def record(self, shown: str) -> Record | None:
+        return self.manifest.records.get(shown[len(self._tree) + 1 :] or ".")
+
+    def _below(self, directory: str) -> Iterator[tuple[str, Record]]:
+        """Yield what the manifest has of a directory, and below it; "" for all."""
+        for path, record in self.manifest.records.items():
+            if not directory or f"{path}/".startswith(f"{directory}/"):
                 yield path, record
-            elif f"{path}/".startswith(f"{self.part}/"):
-                yield path[len(self.part) + 1 :], record
 
-    def find_checks(self, workers: CopyThreads) -> None:
-        try:
-            for _, record in self.records():
-                if isinstance(record, File):
-                    self.report.planned(record.size)
-                    workers.put(partial(self._check, record))
-        except OSError as error:
-            self.report.failed(str(error.filename or self.manifest.path), None, error)
+    def end(self, path: str) -> str:
+        """Return what a path in the save becomes."""
+        return os.path.normpath(os.path.join(self._destination, path[len(self._part) :].lstrip("/")))
 
-    def _check(self, record: File) -> None:
-        began, shown = time.monotonic(), self.shown(record)
-        outcome: Outcome
+    def _directories(self) -> list[str]:
+        """Return what is restored by itself: the devices of a mount, or the source."""
+        if not self._is_root:
+            return [self._part]
+        if not self.manifest.header.mount or self._part:
+            text = f"the root of a mount takes no files: give a directory of a device, as {self._destination}/gpu0"
+            raise OSError(errno.ENODEV, text, self._destination)
+        for path, record in self.manifest.records.items():
+            name = path.partition("/")[0]
+            if not self._has_device(name) and not (path == name and isinstance(record, Directory)):
+                how = "mount with --host-memory, or " if name.startswith("host") else ""
+                place = self._shown(name)
+                text = f"the mount has no such device: {how}restore {place} into a directory of another one"
+                raise OSError(errno.ENODEV, text, self.end(name))
+        return sorted(filter(self._has_device, {path.partition("/")[0] for path in self.manifest.records}))
+
+    def _has_device(self, name: str) -> bool:
+        return name.startswith(DEVICE_DIRECTORIES) and Entry.of(self.end(name), follow=False).is_directory()
+
+    # ---- the walk ----
+
+    def _walk(self, directory: str, fail: Fail) -> Steps:
+        """Yield what the manifest has of a directory of the save and below it, with the attributes from there.
+
+        What only the tree has is left out.
+        """
+        top = Entry(self._shown(directory), "." if directory == self._part else directory, self._top, follow=False)
+        missing = {path for path, record in self._below(directory) if not isinstance(record, HardLink)}
+        others: dict[str, list[str]] = defaultdict(list)  # links and special files, by their directories
+        for path in missing:
+            if isinstance(self.manifest.records[path], Symlink | Special):
+                others[self._shown(os.path.dirname(path))].append(path)
+        with closing(walk_files(top, fail, recursive=True, dereference=False)) as steps:
+            for step in steps:
+                folder, record = step.folder, self.record(step.path)
+                if step.kind == "file" and isinstance(record, File) and step.status is not None:
+                    missing.discard(step.path[len(self._tree) + 1 :])
+                    try:
+                        _check_file(step.status, record)
+                    except OSError as error:
+                        fail(step.path, error)
+                        continue
+                    yield self._with_attributes(step, record)
+                elif step.kind == "leave" and folder is not None and folder.wanted:
+                    yield step
+                elif step.kind == "enter" and folder is not None:
+                    folder.wanted = isinstance(record, Directory) or step.path == top.path
+                    if isinstance(record, Directory):
+                        missing.discard(step.path[len(self._tree) + 1 :] or ".")
+                        step = self._with_attributes(step, record)
+                        folder.status, folder.xattrs = step.status, step.xattrs
+                    if folder.wanted:
+                        yield step
+                        missing.difference_update(others[step.path])
+                        yield from self._others(others[step.path], folder)
+        if missing:
+            more = f", and so are {len(missing) - 1} more" if len(missing) > 1 else ""
+            fail(self._shown(min(missing)), OSError(errno.ENOENT, f"is missing in the save{more}"))
+
+    def _others(self, paths: Iterable[str], folder: Folder) -> Iterator[Step]:
+        """Yield links and special files, which the tree need not have."""
+        for path in paths:
+            record, name = self.manifest.records[path], os.path.basename(path)
+            assert isinstance(record, Symlink | Special)
+            is_device = isinstance(record, Special) and record.kind in ("char", "block")
+            if is_device and not (self.manifest.trusted and os.geteuid() == 0):
+                self.not_kept += 1
+                continue
+            entry = Entry(self._shown(path), name, folder.fd, follow=False)
+            yield self._with_attributes(Step("file", entry, name, entry.path, None, 0, folder), record)
+
+    def _with_attributes(self, step: Step, record: Named) -> Step:
+        """Return a step with the attributes that are restored, and count it if these are not all."""
+        user, trusted = os.geteuid(), self.manifest.trusted
+        status = record.status(step.status, trusted=trusted)
+        xattrs = {name: value for name, value in record.xattrs.items() if may_set(name, trusted=trusted)}
+        owner = status.st_uid, status.st_gid
+        is_allowed = user == 0 or (owner[0] == user and owner[1] in (os.getegid(), *os.getgroups()))
+        self.not_kept += not is_allowed or owner != (record.uid, record.gid) or len(xattrs) < len(record.xattrs)
+        return step._replace(status=status, xattrs=xattrs)
+
+    # ---- files ----
+
+    def copy_each(self, step: Step, ends: Sequence[End], progress: Progress, cancel: Cancellation) -> list[Outcome]:
+        (end,) = ends
+        record = self.record(step.path)
+        assert isinstance(step.source, Entry)
+        assert isinstance(end, Entry)
+        assert isinstance(record, File)
         try:
-            with self.opened(record) as file:
+            with entries.open_source(step.source) as file:
+                _check_file(file.status, record)
+                if self._destination:
+                    return [self._load(step, record, file, end, progress, cancel)]
+                began = time.monotonic()
                 # The file that this machine has written is read from disk.
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                self.check(file.fd, record, shown, self.report.reporter(shown), phase="copy")
-            seconds = time.monotonic() - began
-            outcome = CopyResult(shown, shown, record.size, seconds, "verify", {}, (), record.sha256)
+                self._check(file.fd, record, step.path, progress, cancel, "copy")
+            names, seconds = (step.path, step.path), time.monotonic() - began
+            return [CopyResult(*names, record.size, seconds, "verify", {}, (), record.sha256)]
         except OSError as error:
-            outcome = copy_error(error, shown)
-        self.report.finished(shown, [shown], [outcome])
+            return [copy_error(error, step.path, end.path if self._destination else None)]
 
-    def shown(self, record: Record) -> str:
-        """Return the name of a file in the save, for messages."""
-        return os.path.join(self.manifest.path, TREE, name_of_text(record.path))
+    def _load(
+        self, step: Step, record: File, file: OpenFile, end: Entry, progress: Progress, cancel: Cancellation
+    ) -> CopyResult:
+        def complete(new: NewFile) -> None:
+            assert step.status is not None
+            if os.fstat(new.fd).st_size != record.size:
+                raise CopyError(errno.EIO, "was changed while it was restored", step.path)
+            if self._verify:
+                self._check(new.fd, record, step.path, progress, cancel)
+            if step.xattrs:
+                os.fchmod(new.fd, 0o600)  # that of the tree may be read-only
+            entries.preserve(new.fd, step.status, step.xattrs)
+            try:
+                new.complete(end.name, replace=self.overwrite)
+            except FileExistsError:
+                raise CopyError(errno.EEXIST, "is in the way", step.path, end.path) from None
 
-    @contextmanager
-    def opened(self, record: File) -> Iterator[OpenFile]:
-        """Open a file of the tree. OSError if it is missing, or has another size."""
-        shown = self.shown(record)
-        parent, name = os.path.split(name_of_text(record.path))
-        with closed_after(_open_below(self.manifest.tree, parent)) as directory:
-            file = entries.open_source(Entry(shown, name, directory, follow=False))
-        with file:
-            if not stat.S_ISREG(file.status.st_mode):
-                raise CopyError(errno.EINVAL, "is not a regular file, as the manifest says", shown)
-            if file.status.st_size != record.size:
-                text = f"is damaged: it has {file.status.st_size} bytes instead of {record.size}"
-                raise CopyError(errno.EIO, text, shown)
-            yield file
+        job = CopyJob.open(self.context, file, end, complete=complete, progress=progress, cancel=cancel)
+        return job.run()._replace(sha256=record.sha256 if self._verify else None)
 
-    def check(
-        self,
-        fd: int,
-        record: File,
-        shown: str,
-        progress: Progress,
-        phase: str = "verify",
+    def _check(
+        self, fd: int, record: File, shown: str, progress: Progress, cancel: Cancellation, phase: str = "verify"
     ) -> None:
         """Compare a file with the checksums of the manifest. CopyError EIO if it differs."""
-        moved = MovedBytes(record.size, progress, phase)
-        different = self._reader.differing_part(
-            fd, record.size, record.sums(), self.cancel, lambda buffer, count, offset: moved.add(count)
-        )
-        if different is not None:
+        found, _ = self._reader.read(fd, record.size, progress, cancel, phase=phase)
+        if (different := different_part(found, record.sums(), record.size)) is not None:
             start, end = different
             text = f"is damaged: bytes {start} to {end} do not have the checksum of the manifest"
             raise CopyError(errno.EIO, text, shown)
 
-
-@dataclass(eq=False)
-class Restore(SavedFiles):
-    """Restores a save below a directory."""
-
-    destination: str  # on a mount; created if it does not exist
-    _: KW_ONLY
-    overwrite: bool  # existing files are replaced
-    verify: bool  # each file is read again and compared with the checksum before it gets its name
-    context: CopyContext
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.has_begun = False  # something may have been created
-        self._created = False  # the destination, by this
-        self._made: set[int] = set()  # the inodes of directories that this has created
-        self._base = self._above = -1
-        self.not_kept: Counter[str] = Counter()  # what could not be restored, by kind
-        self._lock = threading.Lock()  # guards it
-        try:
-            with safe_path.located(self.destination) as place:
-                self._above, self._name = os.dup(place.directory), place.name
-                with suppress(FileExistsError):
-                    os.mkdir(place.name, 0o700, dir_fd=place.directory)
-                    self._created = True
-                self._base = place.open(os.O_PATH | os.O_DIRECTORY)
-            self._device = os.fstat(self._base).st_dev
-            if self._device not in self.context.mounts():
-                raise OSError(errno.EXDEV, "is not on a gpufs mount: use cp", self.destination)
-            real = os.readlink(path_of(self._base))
-            places = self.context.mounts()[self._device]
-            self._is_root = any(entry.mountpoint == real and entry.root == "/" for entry in places)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close it. A destination that this has created goes again if nothing was restored."""
-        super().close()
-        if self._created and not self.has_begun:
-            with suppress(OSError):
-                os.rmdir(self._name, dir_fd=self._above)
-        close_all(fd for fd in (self._base, self._above) if fd >= 0)
-        self._base = self._above = -1
-
-    # ---- before anything is changed ----
-
-    def find(self, workers: CopyThreads) -> None:
-        """Check the whole save, then create what it has, and queue its files."""
-        try:
-            if not self._can_be_restored():
-                return
-            self.has_begun = True
-            for path, record in self.records():
-                if self.cancel.cancelled:
-                    return
-                if self._is_missing(path):
-                    continue
-                if isinstance(record, File):
-                    self.report.planned(record.size)
-                    workers.put(partial(self._restore_file, path, record))
-                else:
-                    self._create(path, record)
-        except OSError as error:
-            self.report.failed(str(error.filename or self.manifest.path), None, error)
-
-    def _can_be_restored(self) -> bool:
-        """Return whether nothing is missing, nothing in the way, and space for all; report if not."""
-        found, in_the_way, sizes = 0, 0, defaultdict[str, list[int]](list)
-        for path, record in self.records():
-            if self.cancel.cancelled:
-                return False
-            found += 1
-            first = path.partition("/")[0]
-            if self._is_missing(path) and isinstance(record, Directory):
-                continue  # the save has no files for this device, unless one comes
-            if self._is_root and not self._is_device(first):
-                raise OSError(errno.ENODEV, self._remedy(first), os.path.join(self.destination, first))
-            if isinstance(record, HardLink):
-                self._check_link(path, record)
-            if isinstance(record, File):
-                with self.opened(record) as file:
-                    sizes[first if self._is_root else ""].append(data_bytes(file.status, record.size))
-            if self._is_in_the_way(path, is_directory=isinstance(record, Directory)):
-                in_the_way += 1
-                if in_the_way <= _MOST_NAMES:
-                    text = "is in the way" + ("" if self.overwrite else " (--overwrite replaces files)")
-                    self.report.failed(self._end(path), None, OSError(errno.EEXIST, text))
-        if in_the_way > _MOST_NAMES:
-            text = f"{in_the_way - _MOST_NAMES} more names are in the way"
-            self.report.failed(self.destination, None, OSError(errno.EEXIST, text))
-        if not found:
-            raise OSError(
-                errno.ENOENT, "is not a directory of the save", os.path.join(self.manifest.path, TREE, self.part)
-            )
-        return not in_the_way and self._fits(sizes)
-
-    def _remedy(self, first: str) -> str:
-        if self._is_whole_mount():
-            place = os.path.join(self.manifest.path, TREE, first)
-            how = "mount with --host-memory, or " if first.startswith("host") else ""
-            return f"the mount has no such device: {how}restore {place} into a directory of another one"
-        return f"the root of a mount takes no files: give a directory of a device, as {self.destination}/gpu0"
-
-    def _is_missing(self, path: str) -> bool:
-        """Return whether this is the directory of a device that the mount does not have."""
-        return self._is_whole_mount() and self._is_root and "/" not in path and not self._is_device(path)
-
-    def _is_whole_mount(self) -> bool:
-        return self.manifest.header.mount and not self.part
-
-    def _is_device(self, name: str) -> bool:
-        try:
-            status = os.stat(name or ".", dir_fd=self._base, follow_symlinks=False)
-        except OSError:
-            return False
-        return not name or (name.startswith(DEVICE_DIRECTORIES) and stat.S_ISDIR(status.st_mode))
-
-    def _check_link(self, path: str, record: HardLink) -> None:
-        """Raise OSError unless the first name is a file that is restored, too."""
-        first = name_of_text(record.to)
-        if self.part and not first.startswith(f"{self.part}/"):
-            text = f"is another name of {first}, which is outside of this part: restore a directory that has both"
-            raise OSError(errno.EXDEV, text, self.shown(record))
-        with closed_after(_open_below(self.manifest.tree, os.path.dirname(first))) as directory:
-            status = os.stat(os.path.basename(first), dir_fd=directory, follow_symlinks=False)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, f"is said to be another name of {first}, which is not a file", path)
-
-    def _is_in_the_way(self, path: str, *, is_directory: bool) -> bool:
-        try:
-            with self._parent(path, create=False) as (directory, name):
-                status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        except NotADirectoryError:
-            return True
-        if is_directory:
-            return not stat.S_ISDIR(status.st_mode)
-        return stat.S_ISDIR(status.st_mode) or not self.overwrite
-
-    def _fits(self, sizes: dict[str, list[int]]) -> bool:
-        """Return whether files of these sizes have space in each directory of a device, and report if not."""
-        for first, of_files in sizes.items():
-            directory = _open_below(self._base, first)
-            try:
-                needed = list(map(self.context.granules_of(directory).held, of_files))
-                self.context.check_space(directory, sum(needed), self.cancel, largest=max(needed))
-            except OSError as error:
-                self.report.failed("", self._end(first), error)
-                return False
-            finally:
-                os.close(directory)
-        return True
-
-    # ---- names ----
-
-    def _end(self, path: str) -> str:
-        return os.path.join(self.destination, path) if path else self.destination
-
-    @contextmanager
-    def _parent(self, path: str, *, create: bool = True) -> Iterator[tuple[int, str]]:
-        """Open the directory that has a name below the destination; yields it and the name."""
-        above, name = os.path.split(path)
-        with closed_after(_open_below(self._base, above, create=self._made.add if create else None)) as fd:
-            yield fd, name or "."
-
-    def _create(self, path: str, record: Record) -> None:
-        """Create a directory, a symbolic link or a special file."""
-        try:
-            if isinstance(record, Directory):
-                os.close(_open_below(self._base, path, create=self._made.add))
-            elif isinstance(record, Symlink | Special):
-                self._make_special(path, record)
-        except OSError as error:
-            self.report.failed(self.shown(record), self._end(path), error)
-
-    def _make_special(self, path: str, record: Symlink | Special) -> None:
-        if isinstance(record, Special) and record.kind in ("char", "block") and not self._may_make_devices():
-            self._count("device nodes")
-            return
-        with self._parent(path) as (directory, name):
-            if self.overwrite:
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=directory)
-            if isinstance(record, Symlink):
-                kind = stat.S_IFLNK
-                os.symlink(name_of_text(record.target), name, dir_fd=directory)
-            else:
-                kind = KINDS[record.kind]
-                os.mknod(name, kind | 0o600, os.makedev(record.major, record.minor), dir_fd=directory)
-            with closed_after(open_path(Entry(self._end(path), name, directory, follow=False))) as fd:
-                status = os.fstat(fd)
-                if (stat.S_IFMT(status.st_mode), status.st_nlink) != (kind, 1):
-                    raise OSError(errno.EBUSY, "another process has put a file in its place")
-                self._set_attributes(path_of(fd), record, kind)
-
-    def _may_make_devices(self) -> bool:
-        return self.manifest.trusted and os.geteuid() == 0
-
-    # ---- files ----
-
-    def _restore_file(self, path: str, record: File) -> None:
-        source, end = self.shown(record), self._end(path)
-        outcome: Outcome
-        try:
-            outcome = self._load(path, record)
-        except OSError as error:
-            outcome = copy_error(error, source, end)
-        except Exception as error:  # noqa: BLE001 - the other files are still restored
-            outcome = CopyError(errno.EIO, f"{type(error).__name__}: {error}", source, end)
-        self.report.finished(source, [end], [outcome])
-
-    def _load(self, path: str, record: File) -> CopyResult:
-        source, end = self.shown(record), self._end(path)
-        progress = self.report.reporter(source)
-        with self.opened(record) as file, self._parent(path) as (directory, name):
-            new = NewFile.create(directory, 0o600)
-
-            def complete() -> None:
-                if os.fstat(new.fd).st_size != record.size:
-                    raise CopyError(errno.EIO, "was changed while it was restored", source)
-                if self.verify:
-                    self.check(new.fd, record, source, progress)
-                self._set_attributes(new.fd, record, stat.S_IFREG)
-                try:
-                    new.complete(name, replace=self.overwrite)
-                except FileExistsError:
-                    raise CopyError(errno.EEXIST, "is in the way", source, end) from None
-
-            target = OpenFile(Entry(end, name, directory, follow=False), new.fd, os.fstat(new.fd))
-            result = CopyJob(
-                self.context, file, target, new=new, complete=complete, progress=progress, cancel=self.cancel
-            ).run()
-        return result._replace(sha256=record.sha256 if self.verify else None)
-
-    # ---- attributes, and what needs all files ----
-
-    def _set_attributes(self, target: int | str, record: Named, kind: int) -> None:
-        trusted, given = self.manifest.trusted, record.attributes()
-        if not trusted:
-            given = given._replace(st_uid=os.geteuid(), st_gid=os.getegid(), st_mode=given.st_mode & ~_SET_ID)
-        entries.preserve(target, given._replace(st_mode=kind | given.st_mode))
-        if not write_xattrs(target, record.xattrs, trusted=trusted):
-            self._count("extended attributes")
-        status = os.stat(target)
-        if (status.st_uid, status.st_gid) != (record.uid, record.gid):
-            self._count("owners")
-
-    def _count(self, kind: str) -> None:
-        with self._lock:
-            self.not_kept[kind] += 1
+    # ---- what needs all files ----
 
     def finish(self) -> None:
-        """Create further names of files, set the attributes of directories, and the limits."""
-        for path, record in self.records():
-            if isinstance(record, HardLink):
-                try:
-                    self._link(path, name_of_text(record.to)[len(self.part) + 1 if self.part else 0 :])
-                except OSError as error:
-                    self.report.failed(self._end(path), None, error)
-        for path, record in self.records():
-            if isinstance(record, Directory) and not self._is_missing(path):
-                self._finish_directory(path, record)
-        for limit in self.manifest.header.limits if self.manifest.trusted and not self.part else []:
-            self._set_limit(name_of_text(limit.path), limit.uid, limit.limit_bytes)
-
-    def _set_limit(self, path: str, uid: int | None, size: int) -> None:
-        if uid is not None and not self._is_root:
-            return  # users have limits on devices alone
-        if path != "." and self._is_missing(path):
+        """Create further names of files, and set the limits."""
+        if not self._has_begun:
             return
-        try:
-            with closed_after(_open_below(self._base, "" if path == "." else path)) as directory:
-                set_quota(path_of(directory), uid, size)
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EACCES, errno.EBUSY):
-                self.report.failed(self._end(path), None, error)
-            else:
-                self._count("limits")
+        for path, first in self._links():
+            try:
+                self._link(path, first)
+            except OSError as error:
+                self._report.failed(self.end(path), None, error)
+        limits = self.manifest.header.limits if self._is_root else []
+        if not self.manifest.trusted:
+            self.not_kept, limits = self.not_kept + len(limits), []
+        for limit in limits:
+            path = decoded(limit.path)
+            if path != "." and not self._has_device(path.partition("/")[0]):
+                continue
+            try:
+                with self._open_below(path) as directory:
+                    set_quota(path_of(directory), limit.uid, limit.limit_bytes)
+            except OSError as error:
+                self.not_kept += 1
+                if error.errno not in (errno.EPERM, errno.EACCES, errno.EBUSY):
+                    self._report.failed(self.end(path), None, error)
+
+    def _links(self) -> Iterator[tuple[str, str]]:
+        """Yield the paths of further names of files, and of the first ones. OSError unless these are restored, too."""
+        for path, record in self._below(self._part):
+            if isinstance(record, HardLink):
+                first = decoded(record.to)
+                is_restored = not self._part or first.startswith(f"{self._part}/")
+                if not is_restored or not isinstance(self.manifest.records.get(first), File):
+                    text = f"is another name of {first}, no file of what is restored: restore a directory with both"
+                    raise OSError(errno.EXDEV, text, self._shown(path))
+                yield path, first
 
     def _link(self, path: str, first: str) -> None:
-        with self._parent(first, create=False) as (above, old), self._parent(path) as (directory, name):
-            if self.overwrite:
-                with suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=directory)
-            os.link(old, name, src_dir_fd=above, dst_dir_fd=directory, follow_symlinks=False)
+        paths = (os.path.relpath(each, self._part or ".") for each in (first, path))
+        (above, old), (below, name) = map(os.path.split, paths)
+        with self._open_below(above) as source, self._open_below(below) as directory:
+            with writable(path_of(directory), os.fstat(directory), keeps_times=True):
+                if self.overwrite:
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=directory)
+                os.link(old, name, src_dir_fd=source, dst_dir_fd=directory, follow_symlinks=False)
 
-    def _finish_directory(self, path: str, record: Directory) -> None:
-        """Set the attributes of a directory, unless it existed before and the user has not asked for that."""
-        is_device = self._is_root and "/" not in path and self.manifest.trusted
-        try:
-            with closed_after(_open_below(self._base, path)) as fd:
-                created = os.fstat(fd).st_ino in self._made if path else self._created
-                if created or (path and self.overwrite) or is_device:
-                    self._set_attributes(path_of(fd), record, stat.S_IFDIR)
-        except PermissionError:
-            self._count("owners")  # a directory of another user's, which was there before
-        except OSError as error:
-            self.report.failed(self._end(path), None, error)
+    @contextmanager
+    def _open_below(self, path: str) -> Iterator[int]:
+        """Open a directory below the destination."""
+        with (
+            closed_after(safe_path.open_path(self._destination, _DIRECTORY)) as base,
+            closed_after(open_beneath(base, os.fsencode(path) or b".", _DIRECTORY)) as fd,
+        ):
+            yield fd
 
 
-def _open_below(directory: int, path: str, *, create: Callable[[int], None] | None = None) -> int:
-    """Open a directory below another one with O_PATH, never through a symbolic link; "" is the other one itself.
+def _check_file(status: os.stat_result, record: File) -> None:
+    """Raise OSError unless a file of the tree can be what the manifest says."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file, as the manifest says")
+    if status.st_size != record.size:
+        raise OSError(errno.EIO, f"is damaged: it has {status.st_size} bytes instead of {record.size}")
 
-    ``create``: create it, and those above it, if they do not exist, and take their inodes.
-    """
-    raw = os.fsencode(path) or b"."
-    try:
-        return open_beneath(directory, raw, _DIRECTORY)
-    except FileNotFoundError:
-        if create is None:
-            raise
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ENOTDIR, "a symbolic link is in the way of a directory") from None
-        raise
-    fd = open_beneath(directory, b".", _DIRECTORY)
-    for name in path.split("/"):
-        try:
-            created = False
-            with suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=fd)
-                created = True
-            below = open_beneath(fd, os.fsencode(name), _DIRECTORY)
-        finally:
-            os.close(fd)
-        fd = below
-        if created:
-            create(os.fstat(fd).st_ino)
-    return fd
+
+class _Checked:
+    """The tree of a save that is only checked: each file is compared where it is."""
+
+    def enter(self, step: Step) -> bool:
+        return True
+
+    def file(self, step: Step) -> Entry | None:
+        return step.source if isinstance(step.source, Entry) else None
+
+    def special(self, step: Step) -> None:
+        pass
+
+
+class _RestoredTree(FileTree):
+    """What a directory of the save becomes. ``path``: in the save. ``is_device``: it is that of a device."""
+
+    def __init__(self, restore: Restore, path: str, state: TreeState, *, is_device: bool) -> None:
+        super().__init__(Entry.of(restore.end(path), follow=False), state)
+        self._restore = restore
+        self._gets_attributes = is_device and restore.manifest.trusted  # although it exists
+
+    def check_name(self, path: str, step: Step) -> None:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
+            is_free = is_directory if step.kind == "enter" else self._restore.overwrite and not is_directory
+            if not is_free:
+                self._restore.in_the_way.append(path)
+
+    def enter(self, step: Step) -> bool:
+        """Create a directory. If the one that the user has named exists, it keeps its attributes."""
+        folder = step.folder
+        if folder is None or not super().enter(step):
+            return False
+        directory = self._directories[folder]
+        if not directory.created:
+            wants = self._gets_attributes or folder.parent is not None
+            directory.keeps = wants and os.geteuid() in (0, os.fstat(directory.fd).st_uid)
+        directory.keeps &= self._restore.record(step.path) is not None
+        return True
+
+    def _target(self, step: Step, entry: Entry) -> str:
+        record = self._restore.record(step.path)
+        assert isinstance(record, Symlink)
+        return decoded(record.target)

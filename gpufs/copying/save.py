@@ -8,264 +8,201 @@ second time for that.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any, Final
 
 from gpufs import safe_path, syscalls
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
-from gpufs.copying.attributes import read_xattrs
+from gpufs.copying.checksums import PART_BYTES, PartReader
 from gpufs.copying.copier import FileCopier
-from gpufs.copying.entries import Entry, OpenFile, SourceAttributes, data_bytes, open_path
+from gpufs.copying.entries import Entry, OpenFile, data_bytes, open_path, read_xattrs
+from gpufs.copying.identity import seconds_text
 from gpufs.copying.loop import TreeCopy
 from gpufs.copying.manifest import (
-    KINDS,
-    PATH_BYTES,
+    SPECIAL_KINDS,
     TREE,
-    VERSION,
     Directory,
     File,
     HardLink,
     Header,
-    Limit,
     Manifest,
     ManifestWriter,
+    Record,
     Special,
     Symlink,
-    text_of_name,
-    time_text,
+    encoded,
 )
 from gpufs.copying.new_directory import NewDirectory
-from gpufs.copying.part_sums import PART_BYTES, MovedBytes, PartReader, Sums
-from gpufs.copying.types import (
-    CopyError,
-    CopyOptions,
-    CopyResult,
-    Outcome,
-    Progress,
-    Report,
-)
-from gpufs.copying.walk import Folder, Step, Steps, replay, walk_files
-from gpufs.exceptions import text_of
-from gpufs.syscalls import closed_after, path_of
-
-if TYPE_CHECKING:
-    from gpufs.stores.files import StoreFile
-    from gpufs.stores.urls import Url
+from gpufs.copying.tree import FileTree, TreeState
+from gpufs.copying.types import CopyOptions, CopyResult, Outcome, Progress, Report, copy_error
+from gpufs.copying.walk import End, Folder, Step, Steps, replay, walk_files
+from gpufs.syscalls import closed_after, path_of, write_at
 
 # From this size on files bypass the page cache.
 _DIRECT_BYTES: Final = 1 << 20
 _PAGE: Final = 4096
 _REMEDY: Final = "stop what changes it, or leave it out by --exclude"
 _NO_HARD_LINKS: Final = (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
-_KIND_NAMES: Final[dict[int, Any]] = {mode: name for name, mode in KINDS.items()}
-
-
-class Saved(NamedTuple):
-    """The directories to save, and their names in the save ("" for the save itself).
-
-    ``mount``: they are the devices of a whole mount. ``limits``: those of directories and users.
-    """
-
-    path: str
-    directories: Sequence[tuple[Entry, str]]
-    mount: bool
-    limits: list[Limit]
+_KIND_NAMES: Final[dict[int, Any]] = {mode: name for name, mode in SPECIAL_KINDS.items()}
 
 
 class Save(FileCopier):
     """One save. In the loop of copies it copies the files.
 
-    OSError if it cannot have the name of ``destination``. ``options``: which files are left out.
+    ``directories``: those to save, and their names in the save, "" for the save itself. ``options``: which files are
+    left out. OSError if it cannot have the name of ``destination``.
     """
 
     def __init__(
-        self, saved: Saved, destination: str, options: CopyOptions, report: Report, cancel: Cancellation
+        self,
+        header: Header,
+        directories: Sequence[tuple[Entry, str]],
+        destination: str,
+        options: CopyOptions,
+        report: Report,
     ) -> None:
-        super().__init__(options, None)
-        self._saved = saved
+        super().__init__(replace(options, preserve=True), None)  # so its directories are the user's alone
+        self._directories = directories
         self.path = safe_path.real(destination)
-        self._check_place()
-        self._new = NewDirectory(self.path, _check_is_save)
-        self._report = report
-        self._cancel = cancel
-        self._reader = PartReader()
-        self._links: dict[tuple[int, int], tuple[str, int]] = {}  # first names, and how many are to come
-        self._further: list[tuple[str, str]] = []  # names of files that have been saved, and their first names
-        self.left_out = ""  # the first of others' files that the caller may not read, and how many there are
-        self.left_out_count = 0
-        self._manifest: ManifestWriter | None = None
-        self.tree = -1
-        try:
-            header = Header(
-                version=VERSION,
-                source=text_of_name(saved.path),
-                saved=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                mount=saved.mount,
-                limits=saved.limits,
-            )
-            self._manifest = ManifestWriter(self._new.fd, header)
-            os.mkdir(TREE, 0o700, dir_fd=self._new.fd)
-            self.tree = os.open(TREE, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._new.fd)
-        except BaseException:
-            self.close()
-            raise
-
-    def _check_place(self) -> None:
-        """Raise OSError if the save would be below what is saved."""
-        for directory, _ in self._saved.directories:
+        for directory, _ in directories:
             if entries.is_inside(self.path, directory.path):
                 raise OSError(errno.EINVAL, "is below what is saved: give a place elsewhere", self.path)
+        self._report = report
+        self._links: dict[tuple[int, int], str] = {}  # the first names of files that have several
+        self._further: list[tuple[str, str]] = []  # the other names, and the first ones
+        self.left_out: list[str] = []  # others' files that the caller may not read
+        with ExitStack() as opened:
+            opened.callback(super().close)
+            self._new = NewDirectory(self.path)
+            opened.callback(self._new.close)
+            os.mkdir(TREE, 0o700, dir_fd=self._new.fd)
+            self.tree = os.open(TREE, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._new.fd)
+            opened.callback(os.close, self.tree)
+            self.manifest = ManifestWriter(self._new.fd, header)
+            opened.callback(self.manifest.close)
+            self._reader = PartReader()
+            opened.callback(self._reader.close)
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Close it, and remove it if it is not complete."""
-        self._reader.close()
-        if self._manifest is not None:
-            self._manifest.close()
-        if self.tree >= 0:
-            os.close(self.tree)
-            self.tree = -1
-        self._new.close()
-        super().close()
+        self._opened.close()
 
     # ---- what is saved ----
 
     def find(self, loop: TreeCopy) -> None:
         """Walk over all directories, and then save them if there is space."""
         found, needed = [], 0
-        for directory, name in self._saved.directories:
-            steps = loop.listed(loop.selection.of(self._walk(directory, self._fail)))
+        for directory, name in self._directories:
+            steps = loop.listed(loop.selection.of(self._walk(directory)))
             found.append((steps, name))
             for step in steps:
                 if step.kind == "file" and step.size and step.status is not None:
                     needed += data_bytes(step.status, step.size) // step.status.st_nlink
         try:
-            self.context.check_space(self._new.fd, needed, self._cancel)
+            self.context.check_space(self._new.fd, needed, loop.state.cancel)
         except OSError as error:
             self._report.failed("", os.path.dirname(self.path), error)
             return
         for steps, name in found:
-            loop.add(replay(steps, self._fail), [_SavedTree(self, name)])
+            loop.add(replay(steps, self._fail), [_SavedTree(self, name, loop.state)])
 
-    def _walk(self, directory: Entry, fail: Callable[[str, OSError], None]) -> Steps:
-        return walk_files(directory, fail, recursive=True, dereference=False)
+    def _walk(self, directory: Entry) -> Steps:
+        return walk_files(directory, self._fail, recursive=True, dereference=False)
 
     def _fail(self, path: str, error: OSError) -> None:
         """Report what cannot be found. What other users keep to themselves is left out."""
         with suppress(OSError):
             if error.errno == errno.EACCES and os.geteuid() not in (0, os.lstat(path).st_uid):
-                self.leave_out(path)
+                self.left_out.append(path)
                 return
-        self._report.failed(path, None, _explained(error))
+        self.failed(path, error)
 
-    def leave_out(self, path: str) -> None:
-        """Note another user's file that the caller may not read."""
-        self.left_out = self.left_out or path
-        self.left_out_count += 1
+    def failed(self, path: str, error: OSError) -> None:
+        """Report what cannot be saved."""
+        self._report.failed(path, None, _explained(error))
 
     def first_name(self, status: os.stat_result, path: str) -> str | None:
         """Return the path of the first name of a file with several, None if this is it."""
-        key = (status.st_dev, status.st_ino)
-        first, left = self._links.get(key, (None, status.st_nlink))
-        if left > 1:
-            self._links[key] = (first or path, left - 1)
-        else:
-            self._links.pop(key, None)  # the last one
-        if first is not None:
-            self._further.append((path, first))
+        first = self._links.setdefault((status.st_dev, status.st_ino), path)
+        if first == path:
+            return None
+        self._further.append((path, first))
         return first
 
     def shown(self, path: str) -> str:
         """Return the name of a saved file, for messages."""
         return os.path.join(self.path, TREE, path)
 
-    def write(self, line: Directory | File | Symlink | Special | HardLink) -> None:
-        assert self._manifest is not None
-        self._manifest.write(line)
-
-    def failed(self, path: str, error: OSError) -> None:
-        """Report what cannot be saved, other than a file."""
-        self._report.failed(path, None, _explained(error))
-
     # ---- the contents of files ----
 
-    def copy_each(
-        self,
-        source: Entry | StoreFile,
-        ends: Sequence[Entry | Url],
-        *,
-        progress: Progress,
-        cancel: Cancellation,
-    ) -> list[Outcome]:
+    def copy_each(self, step: Step, ends: Sequence[End], progress: Progress, cancel: Cancellation) -> list[Outcome]:
         (end,) = ends
-        assert isinstance(source, Entry)
+        assert isinstance(step.source, Entry)
         assert isinstance(end, Entry)
         try:
-            with entries.open_source(source) as opened:
-                return [self._save(opened, end, progress)]
+            with entries.open_source(step.source) as opened:
+                return [self._save(opened, end, progress, cancel)]
         except OSError as error:
-            error = _explained(error)
-            if isinstance(error, CopyError):
-                return [error]
-            names = (end.path, None) if error.errno in (errno.ENOSPC, errno.EDQUOT) else (source.path, end.path)
-            return [CopyError(error.errno or errno.EIO, text_of(error), *names)]
+            names = (end.path, None) if error.errno in (errno.ENOSPC, errno.EDQUOT) else (step.path, end.path)
+            return [copy_error(_explained(error), *names)]
 
-    def _save(self, source: OpenFile, end: Entry, progress: Progress) -> CopyResult:
+    def _save(self, source: OpenFile, end: Entry, progress: Progress, cancel: Cancellation) -> CopyResult:
         began, status = time.monotonic(), _fresh_status(source.fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EBUSY, "is not a regular file any more")
+        size = status.st_size
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with closed_after(os.open(end.name, flags, 0o600, dir_fd=end.directory)) as fd:
-            moved = MovedBytes(status.st_size, progress)
-            sums = self._move(source.fd, fd, status.st_size, moved)
+        with closed_after(os.open(end.name, flags, 0o600, dir_fd=end.directory)) as fd, ExitStack() as opened:
+            direct = -1
+            if size >= _DIRECT_BYTES:
+                with suppress(OSError):  # not all file systems can
+                    direct = os.open(path_of(fd), os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+                    opened.callback(os.close, direct)
+            if size > PART_BYTES and not entries.has_holes(os.fstat(source.fd)):
+                syscalls.allocate(fd, size)  # else each write that makes the file longer waits for the others
+
+            def write(data: memoryview, offset: int) -> None:
+                if direct >= 0 and not (len(data) | offset) % _PAGE:
+                    try:
+                        return write_at(direct, data, offset)
+                    except OSError as error:
+                        if error.errno != errno.EINVAL:  # else of a file system that needs other multiples
+                            raise
+                return write_at(fd, data, offset)
+
+            sums, moved = self._reader.read(source.fd, size, progress, cancel, write)
+            os.ftruncate(fd, size)  # a hole at its end was not written
             xattrs = read_xattrs(source.fd)
             if _changes(_fresh_status(source.fd)) != _changes(status):
                 raise OSError(errno.EBUSY, f"was changed during the save: {_REMEDY}")
             os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
-        whole = sums[0] if status.st_size <= PART_BYTES else None
+        whole = sums[0] if size <= PART_BYTES else None
         parts = {} if whole else {str(start): text for start, text in sums.items()}
-        named = _named(os.path.relpath(end.path, self.shown("")), status, xattrs)
-        self.write(File(**named, size=status.st_size, sha256=whole, parts=parts))
-        seconds = time.monotonic() - began
-        counts = {"mount": moved.count, "hole": status.st_size - moved.count}
+        named = _named(end.path.removeprefix(self.shown("")), status, xattrs)
+        self.manifest.write(File(**named, size=size, sha256=whole, parts=parts))
+        counts = {"mount": moved, "hole": size - moved}
         paths = {path: count for path, count in counts.items() if count}
-        return CopyResult(source.entry.path, end.path, status.st_size, seconds, "mount", paths, (), whole)
-
-    def _move(self, source: int, fd: int, size: int, moved: MovedBytes) -> Sums:
-        """Copy the bytes. Returns the sums."""
-        if size >= _DIRECT_BYTES:
-            with suppress(OSError):  # not all file systems can
-                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-        if size > PART_BYTES and not entries.has_holes(os.fstat(source)):
-            syscalls.allocate(fd, size)  # else each write that makes the file longer waits for the others
-
-        def take(buffer: memoryview, count: int, offset: int) -> None:
-            _write(fd, buffer, count, offset)
-            moved.add(count, path="mount")
-
-        sums = self._reader.read(source, size, self._cancel, take)
-        os.ftruncate(fd, size)  # a page at its end was written as a whole, and a hole there not at all
-        return sums
+        return CopyResult(source.entry.path, end.path, size, time.monotonic() - began, "mount", paths, (), whole)
 
     # ---- the end ----
 
     def seal(self) -> None:
         """Complete what it has, and write it to disk. It has not got its name yet."""
-        assert self._manifest is not None
         for path, first in self._further:  # in the tree they are for people alone, where the file system can
             try:
                 os.link(first, path, src_dir_fd=self.tree, dst_dir_fd=self.tree, follow_symlinks=False)
             except OSError as error:
                 if error.errno not in _NO_HARD_LINKS:
                     raise
-        self._manifest.finish()
-        self._new.sync()
+        self.manifest.finish()
+        syscalls.syncfs(self._new.fd)
 
     def open(self) -> Manifest:
         """Open it for reading, after seal()."""
@@ -277,98 +214,69 @@ class Save(FileCopier):
 
     def changed_since(self, began_ns: int) -> str | None:
         """Return the path of something that was changed after a time, None if nothing was."""
-        for directory, _ in self._saved.directories:
-            for step in self._walk(directory, self._fail):
+        for directory, _ in self._directories:
+            for step in self._walk(directory):
                 if step.kind != "leave" and step.status is not None and step.status.st_ctime_ns >= began_ns:
                     return step.path
         return None
 
 
-class _SavedTree:
+class _SavedTree(FileTree):
     """The directory of a save that one of the saved directories becomes: ``name`` in the tree, "" for the tree."""
 
-    def __init__(self, save: Save, name: str) -> None:
+    def __init__(self, save: Save, name: str, state: TreeState) -> None:
+        super().__init__(Entry(save.shown(name), name or ".", save.tree, follow=False), state)
         self._save = save
         self._name = name
-        self._directories: dict[Folder | None, int] = {None: save.tree}  # those that are open
-
-    def enter(self, step: Step) -> bool:
-        """Create a directory. Return whether it can be filled."""
-        folder = step.folder
-        assert folder is not None
-        assert folder.status is not None
-        path = os.path.join(self._name, folder.below) if folder.below else self._name
-        try:
-            _check_path(path)
-            fd = self._make(folder, step.name)
-            self._directories[folder] = fd
-            folder.ended.append(partial(self._end, folder))
-            record = Directory(**_named(path or ".", folder.status, read_xattrs(folder.fd)))
-            folder.ended.append(partial(self._write, step.path, record))
-        except OSError as error:
-            self._save.failed(step.path, error)
-            return False
-        return True
-
-    def _make(self, folder: Folder, name: str) -> int:
-        above = self._directories[folder.parent]
-        if folder.parent is None:
-            name = self._name or "."
-        if name != ".":
-            os.mkdir(name, 0o700, dir_fd=above)
-        return os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
 
     def file(self, step: Step) -> Entry | None:
         """Return the name of a file, None for a further name of one and for what the caller may not read."""
         assert step.status is not None
         assert isinstance(step.source, Entry)
-        path = os.path.join(self._name, step.below)
-        try:
-            _check_path(path)
-            if not self._may_read(step.source, step.status):
-                self._save.leave_out(step.path)
-                return None
-            if step.status.st_nlink > 1 and (first := self._save.first_name(step.status, path)) is not None:
-                self._save.write(HardLink(path=text_of_name(path), to=text_of_name(first)))
-                return None
-        except OSError as error:
-            self._save.failed(step.path, error)
+        if not _may_read(step.source, step.status):
+            self._save.left_out.append(step.path)
             return None
-        return Entry(self._save.shown(path), step.name, self._directories[step.folder], follow=False)
-
-    def _may_read(self, source: Entry, status: os.stat_result) -> bool:
-        if os.geteuid() in (0, status.st_uid):
-            return True
-        return os.access(source.name, os.R_OK, dir_fd=source.directory, effective_ids=True, follow_symlinks=False)
+        path = os.path.join(self._name, step.below)
+        if step.status.st_nlink > 1 and (first := self._save.first_name(step.status, path)) is not None:
+            self._write(step.path, lambda: HardLink(path=encoded(path), to=encoded(first)))
+            return None
+        return self._entry(step)
 
     def special(self, step: Step) -> None:
         """Save a symbolic link, a FIFO, socket or device node."""
+        self._write(step.path, lambda: self._record(step))
+
+    def _record(self, step: Step) -> Symlink | Special:
+        assert step.folder is not None
         assert step.status is not None
         assert isinstance(step.source, Entry)
-        path, status = os.path.join(self._name, step.below), step.status
-        try:
-            _check_path(path)
-            with closed_after(open_path(step.source)) as fd:
-                named = _named(path, status, read_xattrs(path_of(fd)))
-            if stat.S_ISLNK(status.st_mode):
-                target = os.readlink(step.source.name, dir_fd=step.source.directory)
-                os.symlink(target, step.name, dir_fd=self._directories[step.folder])
-                self._save.write(Symlink(**named, target=text_of_name(target)))
-            else:
-                kind = _KIND_NAMES[stat.S_IFMT(status.st_mode)]
-                major, minor = os.major(status.st_rdev), os.minor(status.st_rdev)
-                self._save.write(Special(**named, kind=kind, major=major, minor=minor))
-        except OSError as error:
-            self._save.failed(step.path, error)
+        status = step.status
+        with closed_after(open_path(step.source)) as fd:
+            named = _named(os.path.join(self._name, step.below), status, read_xattrs(path_of(fd)))
+        if stat.S_ISLNK(status.st_mode):
+            target = os.readlink(step.source.name, dir_fd=step.source.directory)
+            os.symlink(target, step.name, dir_fd=self._directories[step.folder].fd)
+            return Symlink(**named, target=encoded(target))
+        kind = _KIND_NAMES[stat.S_IFMT(status.st_mode)]
+        return Special(**named, kind=kind, major=os.major(status.st_rdev), minor=os.minor(status.st_rdev))
 
-    def _write(self, path: str, record: Directory) -> None:
+    def _end(self, folder: Folder) -> None:
+        assert folder.status is not None
+        self._directories.pop(folder).close()
+        path, status = os.path.join(self._name, folder.below).rstrip("/") or ".", folder.status
+        self._write(folder.path, lambda: Directory(**_named(path, status, read_xattrs(folder.fd))))
+
+    def _write(self, path: str, record: Callable[[], Record]) -> None:
         try:
-            self._save.write(record)
+            self._save.manifest.write(record())
         except OSError as error:
             self._save.failed(path, error)
 
-    def _end(self, folder: Folder) -> None:
-        os.close(self._directories.pop(folder))
+
+def _may_read(source: Entry, status: os.stat_result) -> bool:
+    if os.geteuid() in (0, status.st_uid):
+        return True
+    return os.access(source.name, os.R_OK, dir_fd=source.directory, effective_ids=True, follow_symlinks=False)
 
 
 def _explained(error: OSError) -> OSError:
@@ -378,23 +286,17 @@ def _explained(error: OSError) -> OSError:
     return OSError(errno.EBUSY, f"was removed or renamed during the save: {_REMEDY}")
 
 
-def _named(path: str, status: SourceAttributes, xattrs: dict[str, bytes]) -> dict[str, Any]:
+def _named(path: str, status: os.stat_result, xattrs: dict[str, bytes]) -> dict[str, Any]:
     """Return the attributes of a line of the manifest."""
     return {
-        "path": text_of_name(path),
+        "path": encoded(path),
         "mode": f"{stat.S_IMODE(status.st_mode):04o}",
         "uid": status.st_uid,
         "gid": status.st_gid,
-        "atime": time_text(status.st_atime_ns),
-        "mtime": time_text(status.st_mtime_ns),
+        "atime": seconds_text(status.st_atime_ns),
+        "mtime": seconds_text(status.st_mtime_ns),
         "xattrs": xattrs,
     }
-
-
-def _check_path(path: str) -> None:
-    if len(os.fsencode(path)) > PATH_BYTES:
-        text = f"its path below the save would be longer than {PATH_BYTES} bytes: leave it out by --exclude"
-        raise OSError(errno.ENAMETOOLONG, text)
 
 
 def _fresh_status(fd: int) -> os.stat_result:
@@ -404,31 +306,3 @@ def _fresh_status(fd: int) -> os.stat_result:
 
 def _changes(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _check_is_save(directory: int) -> None:
-    """Raise OSError for a directory that is not a save."""
-    try:
-        Manifest(path_of(directory)).close()
-    except OSError:
-        text = "exists and is not a save, nor empty: give another name, or a new one below it"
-        raise OSError(errno.EEXIST, text) from None
-
-
-def _write(fd: int, buffer: memoryview, count: int, offset: int) -> None:
-    """Write bytes of a buffer of whole pages, past the page cache if the file is open so."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    end = count
-    if flags & os.O_DIRECT:
-        end = -(-count // _PAGE) * _PAGE
-        buffer[count:end] = bytes(end - count)
-    done = 0
-    while done < end:
-        try:
-            done += os.pwrite(fd, buffer[done:end], offset + done)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-                raise
-            flags &= ~os.O_DIRECT  # a file system, or a hole, that needs other multiples
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-            end = count

@@ -23,7 +23,7 @@ from gpufs.copying import entries
 from gpufs.copying.checksums import blocks
 from gpufs.copying.deletion import Names
 from gpufs.copying.entries import Entry, OpenFile
-from gpufs.copying.identity import Identity, settle
+from gpufs.copying.identity import Identity, seconds_text, settle
 from gpufs.copying.job import CopyContext
 from gpufs.copying.patterns import Selection
 from gpufs.copying.tree import TreeState
@@ -36,7 +36,7 @@ from gpufs.copying.types import (
     Progress,
     copy_error,
 )
-from gpufs.copying.walk import Folder, Step, walk_store
+from gpufs.copying.walk import Step, walk_store
 from gpufs.new_file import NewFile
 from gpufs.stores import checksums, finding, urls
 from gpufs.stores.checksums import Checksum
@@ -278,7 +278,7 @@ class StoreCopies:
 
         settle(opened.status)
         written = self._context.is_written(opened.status)
-        modified = "" if written else _seconds_text(opened.status.st_mtime_ns)
+        modified = "" if written else seconds_text(opened.status.st_mtime_ns)
         store = self._open(Url(f"{url.scheme}://{url.place}", url.scheme, url.place, ""))
         sending = waiting.start(upload, store, os.dup(opened.fd), size, modified, url, read)
         try:
@@ -330,11 +330,7 @@ class StoredCopies:
         """Return whether an object is a copy of a file. OSError if nobody can tell."""
         if identity.modified_ns is None or (self._sizes is not None and self._sizes.get(url.key) != identity.size):
             return False
-        return noted_of(self._store, url) == (identity.size, _seconds_text(identity.modified_ns))
-
-
-def _seconds_text(time_ns: int) -> str:
-    return f"{time_ns // 10**9}.{time_ns % 10**9:09}"
+        return noted_of(self._store, url) == (identity.size, seconds_text(identity.modified_ns))
 
 
 class BucketTree:
@@ -343,17 +339,14 @@ class BucketTree:
     def __init__(self, base: urls.Url, state: TreeState) -> None:
         self._base = base
         self._state = state
-        self._directories: dict[Folder, urls.Url] = {}
 
     def enter(self, step: Step) -> bool:
-        """Take the name of a directory: object stores have none."""
-        assert step.folder is not None
-        self._directories[step.folder] = self._url(step)
+        """Do nothing: object stores have no directories."""
         return True
 
     def file(self, step: Step) -> urls.Url | None:
         """Return the URL of the copy of a file, None if it is not copied."""
-        url = self._url(step)
+        url = self._base if step.parent is None else self._base.below(step.below)
         try:
             if step.parent is None and url.is_directory:
                 raise OSError(errno.EISDIR, "a directory cannot be overwritten with a file")
@@ -369,9 +362,6 @@ class BucketTree:
         assert step.status is not None
         what = "a symbolic link (-L copies its file)" if stat.S_ISLNK(step.status.st_mode) else "not a file"
         self._state.report.failed(step.path, None, OSError(errno.EINVAL, f"is {what}"))
-
-    def _url(self, step: Step) -> urls.Url:
-        return self._base if step.parent is None else self._directories[step.parent].below(step.name)
 
 
 def delete_other_objects(url: urls.Url, names: Names, selection: Selection, state: TreeState) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +43,7 @@ class CopiedDirectory:
         source: SourceAttributes | None,
         *,
         keeps: bool,
+        xattrs: Mapping[str, bytes] | None = None,
         follow: bool = False,
         replace: bool = False,
     ) -> None:
@@ -49,7 +51,8 @@ class CopiedDirectory:
         self.entry = entry
         self.created = False
         self._source = source
-        self._keeps = keeps
+        self._xattrs = xattrs
+        self.keeps = keeps
         # The copy must be able to write there, whatever the final mode is.
         allowed = stat.S_IRWXU if keeps else 0o1777
         mode = 0o777 if source is None else stat.S_IMODE(source.st_mode) & allowed | stat.S_IRWXU
@@ -91,13 +94,13 @@ class CopiedDirectory:
 
     def complete(self) -> None:
         """Set its attributes: nothing more is written into it."""
-        if self._mode is not None and not self._keeps:
+        if self._mode is not None and not self.keeps:
             os.chmod(path_of(self.fd), self._mode)
         if self._source is None:
             return
         path, mode = path_of(self.fd), stat.S_IMODE(self._source.st_mode)
-        if self._keeps:
-            preserve(path, self._source)
+        if self.keeps:
+            preserve(path, self._source, self._xattrs)
         elif self.created and mode & stat.S_IRWXU != stat.S_IRWXU:
             os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
 
@@ -129,7 +132,13 @@ def _make_directory(entry: Entry, mode: int) -> bool:
 
 
 def make_special(
-    entry: Entry, source: SourceAttributes, target: str | bytes | None, *, keeps: bool, update: bool = False
+    entry: Entry,
+    source: SourceAttributes,
+    target: str | bytes | None,
+    *,
+    keeps: bool,
+    xattrs: Mapping[str, bytes] | None = None,
+    update: bool = False,
 ) -> None:
     """Create a symbolic link to ``target``, or a special file. As cp(1), replace a file unless it is the source itself.
 
@@ -153,7 +162,7 @@ def make_special(
         made = os.fstat(fd)
         if (stat.S_IFMT(made.st_mode), made.st_nlink) != (stat.S_IFMT(source.st_mode), 1):
             raise OSError(errno.EBUSY, "another process has put a file in its place")
-        preserve(path_of(fd), source)
+        preserve(path_of(fd), source, xattrs)
 
 
 def _is_made(entry: Entry, source: SourceAttributes, target: str | bytes | None) -> bool:
@@ -255,6 +264,9 @@ class FileTree:
         self._follow = follow
         self._directories: dict[Folder, CopiedDirectory] = {}  # those that are open
 
+    def check_name(self, path: str, step: Step) -> None:
+        """Take a name that may exist, and that a copy will have, before anything is changed."""
+
     def enter(self, step: Step) -> bool:
         """Create the copy of a directory. Return whether it can be filled."""
         folder, entry = step.folder, self._entry(step)
@@ -269,7 +281,7 @@ class FileTree:
                 options, follow = self._state.options, self._follow and folder.parent is None
                 replace = options.replace and folder.parent is not None
                 directory = CopiedDirectory(
-                    located, folder.status, keeps=options.preserve, follow=follow, replace=replace
+                    located, folder.status, keeps=options.preserve, xattrs=folder.xattrs, follow=follow, replace=replace
                 )
         except OSError as error:
             source, end = (str(error.filename), None) if error.filename else (step.path, entry.path)
@@ -318,7 +330,8 @@ class FileTree:
         try:
             with entry.located() as located:
                 target = self._target(step, entry) if stat.S_ISLNK(step.status.st_mode) else None
-                make_special(located, step.status, target, keeps=options.preserve, update=options.update)
+                how = {"keeps": options.preserve, "update": options.update}
+                make_special(located, step.status, target, xattrs=step.xattrs, **how)
         except OSError as error:
             self._state.report.failed(step.path, entry.path, error)
 

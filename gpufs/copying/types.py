@@ -277,8 +277,8 @@ class Report:
         """Return what takes the progress of one copy."""
         return None
 
-    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
-        """Take what became of the copies of a file."""
+    def finished(self, source: str, destinations: Sequence[str], outcomes: Sequence[Outcome], hop: int = 0) -> None:
+        """Take what became of the copies of a file. ``hop``: the machine of a chain that has them."""
 
     def failed(self, source: str, destination: str | None, error: OSError) -> None:
         """Take a failure other than that of a copy. ``destination``: None if it does not matter."""
@@ -294,14 +294,6 @@ class Report:
 
     def tick(self) -> None:
         """Called about ten times a second, by the thread that waits for the others."""
-
-    # ---- the same, of a copy between machines ----
-
-    def moved(self, source: str, count: int) -> None:
-        """``count`` bytes of a source have been copied."""
-
-    def file_ended(self, source: str, outcome: Outcome | None, hop: int = 0) -> None:
-        """Take what became of a source; None if it was skipped. ``hop``: the machine of a chain."""
 
     def host_lost(self, hop: int, error: CopyError) -> None:
         """The machine ``hop`` of a chain has failed, and those after it get nothing more."""
@@ -320,9 +312,6 @@ class CountingReport(Report):
     def planned(self, size: int) -> None:
         with self._lock:
             self._total += size
-
-    def moved(self, source: str, count: int) -> None:
-        self.progressed(source, CopyProgress(count, 0, {"pipe": count}))
 
     def progressed(self, source: str, progress: CopyProgress) -> None:
         """Take the progress of one copy. While it is verified, it stays at what it has moved."""

@@ -10,13 +10,14 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from gpufs.copying.entries import Entry, is_link
 
 if TYPE_CHECKING:
     from gpufs.stores.files import StoreFile
+    from gpufs.stores.urls import Url
 
 HINT: Final = "-r or gpufs.copy_tree() copies it"  # of a directory
 _users_lock: Final = threading.Lock()
@@ -24,6 +25,8 @@ _users_lock: Final = threading.Lock()
 # Takes what cannot be found: its path, and why.
 Fail: TypeAlias = Callable[[str, OSError], None]
 Steps: TypeAlias = "Generator[Step, None, None]"
+# What is to become the copy of a file.
+End: TypeAlias = "Entry | Url"
 
 
 class Folder:
@@ -38,6 +41,7 @@ class Folder:
         self._entry = entry
         self.fd = -1  # -1, and None: a store has it
         self.status: os.stat_result | None = None
+        self.xattrs: Mapping[str, bytes] | None = None  # as of Step
         if entry is not None:
             self.fd, self.status = _open_directory(entry)
         # Below the source; "" for the source itself.
@@ -93,6 +97,7 @@ class Step(NamedTuple):
     size: int
     # A directory itself. For others the one that has it, None for a name that the user has given.
     folder: Folder | None
+    xattrs: Mapping[str, bytes] | None = None  # extended attributes that a copy gets, None for those of any new file
 
     @property
     def parent(self) -> Folder | None:

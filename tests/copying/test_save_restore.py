@@ -630,8 +630,8 @@ def test_a_plain_user_saves_and_restores_what_is_the_users_own(
     def make() -> None:
         source.mkdir()
         (source / "mine").write_bytes(noise(MIB))
-        (source / "mine").chmod(0o640)
         os.setxattr(source / "mine", "user.note", b"x")
+        (source / "mine").chmod(0o440)
         (source / "d").mkdir(mode=0o500)
 
     as_nobody(make)
@@ -655,7 +655,7 @@ def test_a_plain_user_saves_and_restores_what_is_the_users_own(
     mine, theirs = root / "end" / "mine", root / "end" / "theirs"
     assert sorted(os.listdir(root / "end")) == ["d", "mine", "theirs"]
     assert mine.read_bytes() == noise(MIB)
-    assert stat.S_IMODE(mine.stat().st_mode) == 0o640
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o440
     assert os.getxattr(mine, "user.note") == b"x"
     assert {path.stat().st_uid for path in (mine, theirs, root / "end", root / "end" / "d")} == {NOBODY}
     assert stat.S_IMODE((root / "end" / "d").stat().st_mode) == 0o500

@@ -658,7 +658,7 @@ def test_memory_is_bounded(mount: Mounter, web: WebServer) -> None:
         (("s3://bucket/a", "s3://bucket/b"), "a URL cannot be copied to another"),
         (("ROOT/file", "http://server/file"), "takes no uploads"),
         (("ROOT/file", "hf://org/model/file"), "takes no uploads"),
-        (("-", "s3://bucket/key"), "standard input or output"),
+        (("-", "s3://bucket/key"), "standard input"),
         (("http://server/a", "ROOT/file", "ROOT"), "files and URLs cannot be copied by one command"),
         (("-a", "http://server/a", "ROOT"), "--preserve cannot be used with a URL"),
         (("-p", "http://server/a", "ROOT"), "--preserve cannot be used with a URL"),
