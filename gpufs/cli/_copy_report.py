@@ -18,7 +18,7 @@ from typing import Any, Final
 from gpufs import mounting
 from gpufs.cli._output import countdown_text, json_text, printable
 from gpufs.client import Cancellation, CopyError, CopyProgress, CopyResult
-from gpufs.copying.types import MOST_FAILURES, CopyOptions, CountingReport, Outcome, check_memory
+from gpufs.copying.types import MOST_FAILURES, STREAM, CopyOptions, CountingReport, Outcome, check_memory
 from gpufs.exceptions import text_of
 from gpufs.syscalls import os_error
 from gpufs.units import bytes_text, rate_text
@@ -230,7 +230,9 @@ class CopyReport(CountingReport):
             self._print(text, self.lines)
 
     def _failed(self, source: str, destination: str | None, error: CopyError) -> None:
-        if error.errno == errno.ECANCELED and self.cancel.cancelled:
+        if error.errno == errno.EPIPE and destination == STREAM:
+            self._report(source, destination, errno.EPIPE, "", error)  # as other programs, silently
+        elif error.errno == errno.ECANCELED and self.cancel.cancelled:
             hint = "" if self._options.partial else " (--partial keeps it)"
             text = f"interrupted: {error.left or f'nothing is left of the copy{hint}'}"
             self._report(source, destination, errno.ECANCELED, text, error)

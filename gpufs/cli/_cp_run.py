@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gpufs.cli._copy_report import CommandOptions, CopyReport
 from gpufs.cli._files import raise_descriptor_limit
@@ -61,7 +63,7 @@ def _run(names: list[str], directories: list[str], options: CpOptions) -> int:
     report = CopyReport(options)
     with FileCopier(options, report.noticed) as copier:
         if STREAM in names and kind == "file":
-            _copy_stream(copier, report, names[1])
+            _copy_stream(copier, report, *names)
         else:
             _copy(copier, report, options, sources, ends, to_directory=bool(directories))
     return report.end()
@@ -69,11 +71,11 @@ def _run(names: list[str], directories: list[str], options: CpOptions) -> int:
 
 def _check_stream(names: list[str], directories: list[str], options: CpOptions) -> None:
     """Raise Failure for names and options that a pipe does not allow."""
-    if len(names) != 2 or names[1] == STREAM or directories:
-        text = "- is standard input, and takes one other name (a file of that name is ./-)"
-        raise Failure(f"{text}: cat writes files to standard output", 2)
+    if len(names) != 2 or names == [STREAM, STREAM] or directories:
+        raise Failure("- is standard input or output, and takes one other name (a file of that name is ./-)", 2)
     unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"]
     unfit += ["include", "exclude", "update", "checksum", "dry_run"]
+    unfit += ["json"] if names[1] == STREAM else []
     for name in unfit:
         if getattr(options, name):
             raise Failure(f"--{name.replace('_', '-')} cannot be used with a pipe", 2)
@@ -125,15 +127,18 @@ def _copy(
         report.noticed(f"warning: {links[0]}{others} {verb} not copied: -L copies files instead of links")
 
 
-def _copy_stream(copier: FileCopier, report: CopyReport, destination: str) -> None:
-    """Copy standard input to a file, on this thread."""
+def _copy_stream(copier: FileCopier, report: CopyReport, source: str, destination: str) -> None:
+    """Copy standard input to a file, or a file to standard output, on this thread."""
     report.is_streaming = True
-    end, progress = Entry.of(destination), report.reporter(STREAM)
+    if source == STREAM:
+        copy = partial(copier.copy_from_stream, 0, Entry.of(destination))
+    else:
+        report.lines = sys.stderr
+        copy = partial(copier.copy_to_stream, Entry.of(source), 1)
     with report.running():
         try:
-            result = copier.copy_from_stream(0, end, progress=progress, cancel=report.cancel)
-            report.finished(STREAM, [destination], [result])
+            report.finished(source, [destination], [copy(progress=report.reporter(source), cancel=report.cancel)])
         except CopyError as error:
-            report.finished(STREAM, [destination], [error])
+            report.finished(source, [destination], [error])
         except Exception as error:  # noqa: BLE001 - reported as of other copies
-            report.failed(STREAM, destination, as_os_error(error))
+            report.failed(source, destination, as_os_error(error))

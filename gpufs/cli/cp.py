@@ -64,9 +64,10 @@ def command(names: tuple[str, ...], directories: tuple[str, ...], **options: Any
     At least one side is on a gpufs mount. This command opens the files with your rights, and the mount's daemon moves
     the bytes. The other side may be a URL: s3://, gs://, az://, http(s):// or hf://ORG/MODEL[@REVISION][/FILE]; only
     the first three take files. A name may be HOST:PATH, on a machine that ssh reaches and that has gpufs; with several
-    -t HOST:PATH each machine passes on to the next. - as SOURCE is standard input. Copies that do not fit are refused
-    before any byte is copied. If a copy fails or is interrupted, a new file is removed; an existing file has lost its
-    old content and holds what was copied. Models in the cache of a hub are links to files elsewhere: copy them by -rL.
+    -t HOST:PATH each machine passes on to the next. - is standard input as SOURCE, or standard output as DEST. Copies
+    that do not fit are refused before any byte is copied. If a copy fails or is interrupted, a new file is removed; an
+    existing file has lost its old content and holds what was copied. Models in the cache of a hub are links to files
+    elsewhere: copy them by -rL.
     For other options of cp(1), run cp itself. Exit codes: 0 all copied, 1 not all, 2 wrong options.
     """
     if len(names) == 1 and not directories:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +19,7 @@ from gpufs.copying.types import (
     CopyError,
     CopyOptions,
     CopyResult,
+    NotOnMountCopyError,
     Outcome,
     Progress,
     copy_error,
@@ -104,3 +107,15 @@ class FileCopier(Closing):
                 ).run()
         except OSError as error:  # of the destination's directory
             raise copy_error(error, destination.path) from None
+
+    def copy_to_stream(
+        self, source: Entry, destination_fd: int, *, progress: Progress, cancel: Cancellation
+    ) -> CopyResult:
+        """Copy a file into a pipe, or another open file, whose descriptor stays the caller's."""
+        with entries.open_source(source) as opened:
+            if opened.status.st_dev not in self.context.mounts():
+                raise NotOnMountCopyError(errno.EXDEV, "is not on a gpufs mount: use cat", source.path)
+            output = OpenFile(Entry.of(STREAM), destination_fd, os.fstat(destination_fd))
+            if stat.S_ISREG(opened.status.st_mode) and os.path.samestat(opened.status, output.status):
+                raise CopyError(errno.EINVAL, "is the same file as the output", source.path)
+            return CopyJob(self.context, opened, output, progress=progress, cancel=cancel).run_to_stream()

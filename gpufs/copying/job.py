@@ -240,6 +240,14 @@ class CopyJob:
             self.close()
         return self._result(digest)
 
+    def run_to_stream(self) -> CopyResult:
+        """Copy to a destination without offsets, which stays open."""
+        try:
+            self._data.to_stream()
+        except OSError as error:
+            raise self._failure(error, self.clean_up(partial=True)) from None
+        return self._result(None)
+
     def close(self) -> None:
         """Close the destination. A second call does nothing."""
         if self._new is not None:
@@ -593,6 +601,17 @@ class DataCopy:
             self._count("mount", count)
             data = data[count:]
 
+    def to_stream(self) -> None:
+        """Write the source to a destination that has no offsets."""
+        buffer = memoryview(bytearray(_STREAM_BYTES))
+        while count := os.preadv(self.source_fd, [buffer], self.done):
+            self.check_cancelled()
+            data = buffer[:count]
+            while data:
+                step = _write_some(self.destination_fd, data)
+                self._count("mount", step)
+                data = data[step:]
+
     def checksums(self, end: int | None) -> list[str | OSError]:
         """The SHA-256 of both files, or the errors of reading them. ``end``: where the destination's content ends."""
         from gpufs import waiting  # these take longer to import than a small file to copy
@@ -653,11 +672,25 @@ def _read_full(fd: int, buffer: memoryview) -> int:
         try:
             count = os.readv(fd, [buffer[filled:]])
         except BlockingIOError:  # the stream's other users have made it non-blocking
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            poll.poll(1000)  # in short waits: see gpufs/waiting.py
+            _await(fd, select.POLLIN)
             continue
         if not count:
             break
         filled += count
     return filled
+
+
+def _write_some(fd: int, data: memoryview) -> int:
+    """Write to a pipe or another stream. Returns how many bytes it took, at least one."""
+    while True:
+        try:
+            return os.write(fd, data)
+        except BlockingIOError:
+            _await(fd, select.POLLOUT)
+
+
+def _await(fd: int, event: int) -> None:
+    poll = select.poll()
+    poll.register(fd, event)
+    while not poll.poll(1000):  # in short waits: see gpufs/waiting.py
+        pass

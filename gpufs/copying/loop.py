@@ -211,7 +211,7 @@ class TreeCopy:
         if not all(sources) or not all(ends):
             raise OSError(errno.ENOENT, "an empty name is given where a file belongs")
         if kind != "file" and STREAM in (*sources, *ends):
-            raise OSError(errno.EINVAL, "- is standard input, and the other name must be on this machine")
+            raise OSError(errno.EINVAL, "- is standard input or output, and the other name must be on this machine")
         self._many = options.recursive or len(sources) > 1
         if kind == "host":
             check_options(options, "HOST:PATH")

@@ -1,4 +1,4 @@
-"""`gpufs cp` from standard input."""
+"""`gpufs cp` from standard input and to standard output."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from support.processes import PATIENCE, run, shell, wait_until
 @pytest.mark.parametrize("size", [0, 1, 9 * MIB + 5])
 def test_bytes_pass_through_pipes(root: Path, host: Path, size: int) -> None:
     (host / "source").write_bytes(noise(size))
-    shell(f"cat {host}/source | {GPUFS[0]} cp - {root}/file")
+    command = f"cat {host}/source | {GPUFS[0]} cp - {root}/file && {GPUFS[0]} cp {root}/file - | cat > {host}/back"
+    shell(command)
     assert_same((root / "file").read_bytes(), noise(size))
+    assert_same((host / "back").read_bytes(), noise(size))
 
 
 def test_short_reads_are_put_together(root: Path) -> None:
@@ -29,12 +31,14 @@ def test_short_reads_are_put_together(root: Path) -> None:
     assert (root / "file").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_file_can_be_standard_input(root: Path, host: Path) -> None:
+def test_a_file_can_be_standard_input_or_output(root: Path, host: Path) -> None:
     (host / "source").write_bytes(b"head" + noise(MIB))
     with open(host / "source", "rb", buffering=0) as source:
         source.seek(4)
         gpufs("cp", "-", root / "file", stdin=source)
     assert_same((root / "file").read_bytes(), noise(MIB))
+    shell(f"(printf head; {GPUFS[0]} cp {root}/file -) > {host}/back")
+    assert (host / "back").read_bytes() == (host / "source").read_bytes()
     with open(root / "file", "rb") as itself:
         assert gpufs("cp", "-", root / "file", check=False, stdin=itself).returncode == 1
     assert_same((root / "file").read_bytes(), noise(MIB))
@@ -46,7 +50,16 @@ def test_an_existing_file_is_replaced(root: Path) -> None:
     assert (root / "file").read_text() == "short"
 
 
-def test_standard_input_that_is_closed(root: Path) -> None:
+def test_a_reader_that_ends_early(root: Path) -> None:
+    (root / "file").write_bytes(noise(5 * MIB))
+    done = run("bash", "-c", f"{GPUFS[0]} cp {root}/file - | head -c 10 >/dev/null; echo ${{PIPESTATUS[0]}}")
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_failures_of_standard_streams(root: Path) -> None:
+    (root / "file").write_bytes(noise(MIB))
+    assert run("bash", "-c", f"{GPUFS[0]} cp {root}/file - > /dev/full", check=False).returncode == 1
+    assert run("bash", "-c", f"{GPUFS[0]} cp {root}/file - >&-", check=False).returncode == 1
     assert run("bash", "-c", f"{GPUFS[0]} cp - {root}/new <&-", check=False).returncode == 1
     assert not (root / "new").exists()
 
@@ -99,8 +112,8 @@ def test_memory_is_bounded(root: Path) -> None:
         ("-", "a", "b"),
         ("-r", "-", "a"),
         ("--preserve", "-", "a"),
-        ("--verify", "-", "a"),
-        ("a", "-"),
+        ("--verify", "a", "-"),
+        ("--json", "a", "-"),
         ("--fastpath", "require", "-", "a"),
     ],
     ids=" ".join,
@@ -114,7 +127,7 @@ def test_what_a_pipe_cannot_do(host: Path, words: tuple[str, ...]) -> None:
 
 def test_neither_end_on_a_mount(shared_mount: GpufsMount, host: Path) -> None:
     (host / "a").write_bytes(b"precious")
-    for words in (("-", "a"), ("-", shared_mount.path / "file")):
+    for words in (("-", "a"), ("a", "-"), ("-", shared_mount.path / "file")):
         done = gpufs("cp", *words, cwd=host, input="words", check=False)
         assert (done.returncode, done.stdout) == (1, "")
     assert (host / "a").read_bytes() == b"precious"
