@@ -83,9 +83,6 @@ class CopiedDirectory:
             os.close(self.fd)
             raise OSError(errno.EBUSY, "another process has put a directory in its place", entry.path)
 
-    def child(self, name: str) -> Entry:
-        return self.entry.child(name, self.fd)
-
     def _make_writable(self) -> None:
         status = os.fstat(self.fd)
         if status.st_uid == os.geteuid() != 0 and status.st_mode & stat.S_IRWXU != stat.S_IRWXU:
@@ -103,9 +100,6 @@ class CopiedDirectory:
             preserve(path, self._source, self._xattrs)
         elif self.created and mode & stat.S_IRWXU != stat.S_IRWXU:
             os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 def adopt(entry: Entry, copy: os.stat_result, step: Step, state: TreeState) -> None:
@@ -350,7 +344,7 @@ class FileTree:
             below = step.below if step.kind == "file" else step.folder.below if step.folder else ""
             return Entry.of(os.path.join(self.base.path, below), follow=False)
         directory = self._directories.get(step.parent)
-        return None if directory is None else directory.child(step.name)
+        return None if directory is None else directory.entry.child(step.name, directory.fd)
 
     def _is_in_new(self, step: Step) -> bool:
         directory = self._directories.get(step.parent) if step.parent is not None else None
@@ -380,7 +374,7 @@ class FileTree:
         except OSError as error:
             self._state.report.failed(directory.entry.path, None, error)
         finally:
-            directory.close()
+            os.close(directory.fd)
 
 
 def _on_a_mount(device: int, destination: Entry) -> bool:
