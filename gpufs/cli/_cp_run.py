@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from gpufs.cli._copy_report import CommandOptions, CopyReport
 from gpufs.cli._files import raise_descriptor_limit
 from gpufs.cli._output import Failure
-from gpufs.client import CopyError
 from gpufs.copying.copier import FileCopier
 from gpufs.copying.entries import Entry, kind_of
 from gpufs.copying.loop import TreeCopy
-from gpufs.copying.types import STREAM, as_os_error
+from gpufs.copying.types import STREAM, Outcome, as_os_error, copy_error
 from gpufs.exceptions import text_of
 
 
@@ -131,9 +130,7 @@ def _copy_stream(copier: FileCopier, report: CopyReport, destination: str) -> No
     end, progress = Entry.of(destination), report.reporter(STREAM)
     with report.running():
         try:
-            result = copier.copy_from_stream(0, end, progress=progress, cancel=report.cancel)
-            report.finished(STREAM, [destination], [result])
-        except CopyError as error:
-            report.finished(STREAM, [destination], [error])
+            outcome: Outcome = copier.copy_from_stream(0, end, progress=progress, cancel=report.cancel)
         except Exception as error:  # noqa: BLE001 - reported as of other copies
-            report.failed(STREAM, destination, as_os_error(error))
+            outcome = copy_error(as_os_error(error), STREAM, destination)
+        report.finished(STREAM, [destination], [outcome])

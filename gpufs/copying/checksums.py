@@ -120,10 +120,10 @@ def _equal(one: memoryview | None, other: memoryview | None) -> bool:
 
 
 @contextmanager
-def _opened(entry: Entry, size: int | None) -> Iterator[int]:
-    """Open a regular file, of this size unless that is None; -1 if it is another one."""
+def _opened(entry: Entry, size: int) -> Iterator[int]:
+    """Open a regular file of this size; -1 if it is another one."""
     with open_source(entry) as opened:
-        yield opened.fd if stat.S_ISREG(opened.status.st_mode) and size in (None, opened.status.st_size) else -1
+        yield opened.fd if stat.S_ISREG(opened.status.st_mode) and size == opened.status.st_size else -1
 
 
 # ---- of parts ----

@@ -187,10 +187,6 @@ def _bases(paths: Sequence[str], destination: str, request: HostRequest) -> Iter
         yield bases
 
 
-def _is_text(words: str) -> bool:
-    return plain(words) == words
-
-
 class Route:
     """The machines of one command. OSError EINVAL if its names are not possible.
 
@@ -215,7 +211,7 @@ class Route:
             text = "the sources are on several machines: use one command for each"
         elif self._to and len(self._to) < len(ends):
             text = "destinations on this machine and on others need a command each"
-        elif not (_is_text(shell) and _is_text(program)):
+        elif plain(shell + program) != shell + program:
             text = "the commands that reach other machines must be UTF-8"
         elif not self._to and len(ends) > 1:
             text = "files of another machine have one destination here: copy to the others from there"
@@ -313,8 +309,8 @@ class HostReports:
             self._report.finished(source, [], [], message.hop)
             self._report.skipped()
         else:
-            size, digest = message.size, message.checksum or None
-            result = CopyResult(source, end, size, message.seconds, "node", message.paths, sha256=digest)
+            moved = (message.size, message.seconds, "node", message.paths)
+            result = CopyResult(source, end, *moved, sha256=message.checksum or None)
             self._report.finished(source, [end], [result], message.hop)
 
 

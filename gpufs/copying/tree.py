@@ -73,15 +73,13 @@ class CopiedDirectory:
         except OSError as error:
             raise OSError(error.errno, error.strerror, entry.path) from None
         try:
-            strange = self.created and os.listdir(path_of(self.fd))
+            if self.created and os.listdir(path_of(self.fd)):
+                raise OSError(errno.EBUSY, "another process has put a directory in its place")
             if replace and not self.created:
                 self._make_writable()
         except OSError as error:
             os.close(self.fd)
             raise OSError(error.errno, error.strerror, entry.path) from None
-        if strange:
-            os.close(self.fd)
-            raise OSError(errno.EBUSY, "another process has put a directory in its place", entry.path)
 
     def _make_writable(self) -> None:
         status = os.fstat(self.fd)
