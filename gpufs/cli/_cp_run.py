@@ -130,7 +130,7 @@ def _copy_stream(copier: FileCopier, report: CopyReport, destination: str) -> No
     end, progress = Entry.of(destination), report.reporter(STREAM)
     with report.running():
         try:
-            outcome: Outcome = copier.copy_from_stream(0, end, progress=progress, cancel=report.cancel)
+            outcome: Outcome = copier.copy_from_stream(0, end, progress, report.cancel)
         except Exception as error:  # noqa: BLE001 - reported as of other copies
             outcome = copy_error(as_os_error(error), STREAM, destination)
         report.finished(STREAM, [destination], [outcome])

@@ -238,7 +238,7 @@ class Restore(FileCopier):
             if os.fstat(new.fd).st_size != record.size:
                 raise CopyError(errno.EIO, "was changed while it was restored", step.path)
             if self._verify:
-                self._check(new.fd, record, step.path, progress, cancel)
+                self._check(new.fd, record, step.path, progress, cancel, "verify")
             if step.xattrs:
                 os.fchmod(new.fd, 0o600)  # that of the tree may be read-only
             entries.preserve(new.fd, step.status, step.xattrs)
@@ -250,9 +250,7 @@ class Restore(FileCopier):
         job = CopyJob.open(self.context, file, end, complete=complete, progress=progress, cancel=cancel)
         return job.run()._replace(sha256=record.sha256 if self._verify else None)
 
-    def _check(
-        self, fd: int, record: File, shown: str, progress: Progress, cancel: Cancellation, phase: str = "verify"
-    ) -> None:
+    def _check(self, fd: int, record: File, shown: str, progress: Progress, cancel: Cancellation, phase: str) -> None:
         """Compare a file with the checksums of the manifest. CopyError EIO if it differs."""
         found, _ = self._reader.read(fd, record.size, progress, cancel, phase=phase)
         if (different := different_part(found, record.sums(), record.size)) is not None:

@@ -62,20 +62,15 @@ class Save(FileCopier):
     """One save. In the loop of copies it copies the files.
 
     ``directories``: those to save, and their names in the save, "" for the save itself. ``options``: which files are
-    left out. OSError if it cannot have the name of ``destination``.
+    left out. OSError if it cannot have the name ``path``.
     """
 
     def __init__(
-        self,
-        header: Header,
-        directories: Sequence[tuple[Entry, str]],
-        destination: str,
-        options: CopyOptions,
-        report: Report,
+        self, header: Header, directories: Sequence[tuple[Entry, str]], path: str, options: CopyOptions, report: Report
     ) -> None:
         super().__init__(replace(options, preserve=True), None)  # so its directories are the user's alone
         self._directories = directories
-        self.path = safe_path.real(destination)
+        self.path = safe_path.real(path)
         for directory, _ in directories:
             if entries.is_inside(self.path, directory.path):
                 raise OSError(errno.EINVAL, "is below what is saved: give a place elsewhere", self.path)
