@@ -11,11 +11,10 @@ from functools import partial
 from gpufs.cli._copy_report import CommandOptions, CopyReport
 from gpufs.cli._files import raise_descriptor_limit
 from gpufs.cli._output import Failure
-from gpufs.client import CopyError
 from gpufs.copying.copier import FileCopier
 from gpufs.copying.entries import Entry, kind_of
 from gpufs.copying.loop import TreeCopy
-from gpufs.copying.types import STREAM, as_os_error
+from gpufs.copying.types import STREAM, Outcome, as_os_error, copy_error
 from gpufs.exceptions import text_of
 
 
@@ -137,8 +136,7 @@ def _copy_stream(copier: FileCopier, report: CopyReport, source: str, destinatio
         copy = partial(copier.copy_to_stream, Entry.of(source), 1)
     with report.running():
         try:
-            report.finished(source, [destination], [copy(progress=report.reporter(source), cancel=report.cancel)])
-        except CopyError as error:
-            report.finished(source, [destination], [error])
+            outcome: Outcome = copy(progress=report.reporter(source), cancel=report.cancel)
         except Exception as error:  # noqa: BLE001 - reported as of other copies
-            report.failed(source, destination, as_os_error(error))
+            outcome = copy_error(as_os_error(error), source, destination)
+        report.finished(source, [destination], [outcome])

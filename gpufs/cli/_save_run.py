@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from gpufs import mounting, safe_path
 from gpufs.cli import _mounts, _queries
@@ -18,15 +18,13 @@ from gpufs.cli._files import raise_descriptor_limit
 from gpufs.cli._output import Failure, complain
 from gpufs.client import CopyResult
 from gpufs.copying.entries import Entry, kind_of
+from gpufs.copying.identity import TICK_NS
 from gpufs.copying.loop import TreeCopy
 from gpufs.copying.manifest import Header, Limit, Manifest, encoded, find_save
 from gpufs.copying.restore import Restore
 from gpufs.copying.save import Save
 from gpufs.exceptions import text_of
 from gpufs.syscalls import path_of
-
-# The clock of files may be behind ours by a tick of the kernel.
-_CLOCK_NS: Final = 20_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +134,7 @@ def save(path: str, destination: str, options: SaveOptions, timeout: float, *, l
         if report.is_good and last and save.left_out:
             text = "is another user's, and you may not read it: nothing is unmounted"
             report.failed(save.left_out[0], None, OSError(errno.EACCES, text))
-        if report.is_good and last and (changed := save.changed_since(began - _CLOCK_NS)):
+        if report.is_good and last and (changed := save.changed_since(began - TICK_NS)):
             report.failed(changed, None, OSError(errno.EBUSY, "was changed during the save: nothing is unmounted"))
         complete = report.is_good
         if complete:

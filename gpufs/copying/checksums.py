@@ -119,20 +119,11 @@ def _equal(one: memoryview | None, other: memoryview | None) -> bool:
     return bool(whole.startswith(one))
 
 
-def has_checksum(copy: Entry, sha256: str, cancel: Cancellation) -> bool:
-    """Return whether a file has a SHA-256. A file that cannot be read has none."""
-    try:
-        with _opened(copy, None) as fd:
-            return fd >= 0 and sha256_of(fd, lambda: cancel.cancelled) == sha256
-    except OSError:
-        return False
-
-
 @contextmanager
-def _opened(entry: Entry, size: int | None) -> Iterator[int]:
-    """Open a regular file, of this size unless that is None; -1 if it is another one."""
+def _opened(entry: Entry, size: int) -> Iterator[int]:
+    """Open a regular file of this size; -1 if it is another one."""
     with open_source(entry) as opened:
-        yield opened.fd if stat.S_ISREG(opened.status.st_mode) and size in (None, opened.status.st_size) else -1
+        yield opened.fd if stat.S_ISREG(opened.status.st_mode) and size == opened.status.st_size else -1
 
 
 # ---- of parts ----

@@ -80,15 +80,13 @@ class FileCopier(Closing):
                 self._store_copies = StoreCopies(self.context)
             return self._store_copies
 
-    def copy_from_stream(
-        self, source_fd: int, destination: Entry, *, progress: Progress, cancel: Cancellation
-    ) -> CopyResult:
+    def copy_from_stream(self, source_fd: int, end: Entry, progress: Progress, cancel: Cancellation) -> CopyResult:
         """Copy what a pipe, or another open file, returns up to its end. Its descriptor stays the caller's.
 
         The calling thread reads, so an OSError that a signal handler raises ends the copy.
         """
         source = OpenFile(Entry.of(STREAM), source_fd, os.fstat(source_fd))
-        return self._copy(source, destination, progress, cancel, stream=True)
+        return self._copy(source, end, progress, cancel, stream=True)
 
     def _copy(
         self,

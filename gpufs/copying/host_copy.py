@@ -16,10 +16,9 @@ from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_receive import Receiver
-from gpufs.copying.host_reports import HostReports
 from gpufs.copying.host_send import Sender
 from gpufs.copying.job import CopyContext
-from gpufs.copying.types import CopyOptions, Pace, Report
+from gpufs.copying.types import CopyError, CopyOptions, CopyProgress, CopyResult, Pace, Report, error_class
 from gpufs.exceptions import text_of
 from gpufs.hosts import messages, names
 from gpufs.hosts.channel import ChannelError, HostChannel, HostProtocolError
@@ -188,10 +187,6 @@ def _bases(paths: Sequence[str], destination: str, request: HostRequest) -> Iter
         yield bases
 
 
-def _is_text(words: str) -> bool:
-    return plain(words) == words
-
-
 class Route:
     """The machines of one command. OSError EINVAL if its names are not possible.
 
@@ -216,7 +211,7 @@ class Route:
             text = "the sources are on several machines: use one command for each"
         elif self._to and len(self._to) < len(ends):
             text = "destinations on this machine and on others need a command each"
-        elif not (_is_text(shell) and _is_text(program)):
+        elif plain(shell + program) != shell + program:
             text = "the commands that reach other machines must be UTF-8"
         elif not self._to and len(ends) > 1:
             text = "files of another machine have one destination here: copy to the others from there"
@@ -260,3 +255,64 @@ def new_request(options: CopyOptions, *, in_directory: bool = False) -> HostRequ
     known = {name: getattr(options, name) for name in HostRequest.__struct_fields__ if hasattr(options, name)}
     known |= {name: list(map(os.fsencode, known[name])) for name in ("include", "exclude")}
     return HostRequest(sends=False, sources=[], in_directory=in_directory, **known)
+
+
+# ---- what the command, or a program, sees ----
+
+
+class HostReports:
+    """Passes the messages of a copy on to its report. What is on another machine is shown as HOST:PATH.
+
+    ``peer``: the machine that this one is connected to. ``source`` has the sources, and ``ends`` have the copies; "" is
+    this machine.
+    """
+
+    def __init__(self, report: Report, peer: str, source: str, ends: Sequence[str]) -> None:
+        self._report = report
+        self._peer = peer
+        self._source = source
+        self._ends = ends
+        self._failed_hops: set[int] = set()
+
+    def take(self, message: messages.Plan | messages.Report) -> None:
+        report = self._report
+        match message:
+            case messages.Plan():
+                report.planned(message.size)
+            case messages.Moved():
+                if (show := report.reporter(_named(self._source, message.source))) is not None:
+                    show(CopyProgress(message.size, 0, {"pipe": message.size}))
+            case messages.Notice():
+                report.noticed(f"{self._peer}: {message.text}")
+            case messages.Deleted():
+                report.deleted(_named(self._ends[message.hop], message.path))
+            case messages.Lost():
+                report.host_lost(message.hop, CopyError(message.error, message.text, os.fsdecode(message.path)))
+            case messages.Failed():
+                if message.path:  # else a source could not be read
+                    self._failed_hops.add(message.hop)
+                self._finish(message)
+            # A file is cancelled if its directory could not be created, which has been reported.
+            case messages.FileResult() if message.error != errno.ECANCELED or message.hop not in self._failed_hops:
+                self._finish(message)
+
+    def _finish(self, message: messages.FileResult | messages.Failed) -> None:
+        source, end = _named(self._source, message.source), _named(self._ends[message.hop], message.path)
+        if message.error:
+            text = message.text
+            if self._source and message.error == errno.ENOENT and any(character in source for character in "*?["):
+                text += " (patterns are not expanded there: name the files, or copy the directory)"
+            names = [name for name in (source, end) if name] or [self._peer]
+            error = error_class(message.error)(message.error, text, *names)
+            self._report.finished(source or end, [end if source else ""], [error], message.hop)
+        elif isinstance(message, messages.Failed) or message.skipped:
+            self._report.finished(source, [], [], message.hop)
+            self._report.skipped()
+        else:
+            moved = (message.size, message.seconds, "node", message.paths)
+            result = CopyResult(source, end, *moved, sha256=message.checksum or None)
+            self._report.finished(source, [end], [result], message.hop)
+
+
+def _named(host: str, path: bytes) -> str:
+    return f"{host}:{os.fsdecode(path)}" if host and path else os.fsdecode(path)

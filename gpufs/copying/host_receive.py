@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from gpufs.client._cancellation import Cancellation
 from gpufs.copying import entries
-from gpufs.copying.checksums import RunningChecksum, has_checksum, sha256_of
+from gpufs.copying.checksums import RunningChecksum, sha256_of
 from gpufs.copying.deletion import delete_others
 from gpufs.copying.entries import Entry
 from gpufs.copying.host_memory import attached_in_place
@@ -309,8 +309,11 @@ class Receiver(Report):
         """Return whether the copy exists already, by its checksum. It then gets what makes it one without that."""
         try:
             copy = entry.status()
-            if copy.st_size != step.size or not has_checksum(entry, self.found.checksum, self.cancel):
+            if copy.st_size != step.size or not stat.S_ISREG(copy.st_mode):
                 return False
+            with entries.open_source(entry) as opened:
+                if sha256_of(opened.fd, lambda: self.cancel.cancelled) != self.found.checksum:
+                    return False
         except OSError:
             return False  # creating it will show what is wrong
         adopt(entry, copy, step, self.state)

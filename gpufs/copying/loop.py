@@ -344,7 +344,9 @@ class TreeCopy:
         self._made = {} if len(found) > 1 else None
         needs = [list[_Need]() for _ in found[0].trees] if found else []
         planned = [Source(replay(self._plan(source, needs, replaces), self.fail), source.trees) for source in found]
-        return planned if self._options.partial or self._all_fit(found, needs, replaces=replaces) else []
+        ends = zip(found[0].trees, needs, strict=True) if found and not self._options.partial else ()
+        fits = [self._fit(tree.base, need, replaces=replaces) for tree, need in ends]  # each of them is reported
+        return planned if all(fits) else []
 
     def add(self, steps: Steps, trees: Sequence[Tree]) -> None:
         """Create directories and links, and queue files."""
@@ -451,12 +453,6 @@ class TreeCopy:
         if self.is_incomplete:
             self._report.noticed("warning: nothing is deleted, for not all of the source can be read")
         return not self.is_incomplete and not self._cancel.cancelled and names.get("") == "directory"
-
-    def _all_fit(self, found: Sequence[Source], needs: Sequence[list[_Need]], *, replaces: bool) -> bool:
-        """Return whether all files fit at each destination, and report where not."""
-        trees = found[0].trees if found else []
-        fits = [self._fit(tree.base, of_end, replaces=replaces) for tree, of_end in zip(trees, needs, strict=True)]
-        return all(fits)
 
     def _need(self, path: str | None, step: Step, *, replaces: bool) -> _Need:
         """``path``: of the copy; None if it does not exist."""

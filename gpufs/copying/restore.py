@@ -80,7 +80,7 @@ class Restore(FileCopier):
     def find(self, loop: TreeCopy) -> None:
         """Check the whole save, then create what it has, and queue its files."""
         if not self._destination:
-            loop.add(self._walk(self._part, loop.fail), [_Checked()])
+            loop.add(self._walk(self._part, loop.fail), [self])
             return
         with Entry.of(self._destination, follow=False).filled() as (directory, _):
             if os.fstat(directory).st_dev not in self.context.mounts():
@@ -105,6 +105,7 @@ class Restore(FileCopier):
         return self._tree if path in ("", ".") else os.path.join(self._tree, path)
 
     def record(self, shown: str) -> Record | None:
+        """Return what the manifest has of the path of a step."""
         return self.manifest.records.get(shown[len(self._tree) + 1 :] or ".")
 
     def _below(self, directory: str) -> Iterator[tuple[str, Record]]:
@@ -198,7 +199,16 @@ class Restore(FileCopier):
         self.not_kept += not is_allowed or owner != (record.uid, record.gid) or len(xattrs) < len(record.xattrs)
         return step._replace(status=status, xattrs=xattrs)
 
-    # ---- files ----
+    # ---- files: those that are only checked are copied to themselves ----
+
+    def enter(self, step: Step) -> bool:
+        return True
+
+    def file(self, step: Step) -> Entry | None:
+        return step.source if isinstance(step.source, Entry) else None
+
+    def special(self, step: Step) -> None:
+        pass
 
     def copy_each(self, step: Step, ends: Sequence[End], progress: Progress, cancel: Cancellation) -> list[Outcome]:
         (end,) = ends
@@ -228,7 +238,7 @@ class Restore(FileCopier):
             if os.fstat(new.fd).st_size != record.size:
                 raise CopyError(errno.EIO, "was changed while it was restored", step.path)
             if self._verify:
-                self._check(new.fd, record, step.path, progress, cancel)
+                self._check(new.fd, record, step.path, progress, cancel, "verify")
             if step.xattrs:
                 os.fchmod(new.fd, 0o600)  # that of the tree may be read-only
             entries.preserve(new.fd, step.status, step.xattrs)
@@ -240,9 +250,7 @@ class Restore(FileCopier):
         job = CopyJob.open(self.context, file, end, complete=complete, progress=progress, cancel=cancel)
         return job.run()._replace(sha256=record.sha256 if self._verify else None)
 
-    def _check(
-        self, fd: int, record: File, shown: str, progress: Progress, cancel: Cancellation, phase: str = "verify"
-    ) -> None:
+    def _check(self, fd: int, record: File, shown: str, progress: Progress, cancel: Cancellation, phase: str) -> None:
         """Compare a file with the checksums of the manifest. CopyError EIO if it differs."""
         found, _ = self._reader.read(fd, record.size, progress, cancel, phase=phase)
         if (different := different_part(found, record.sums(), record.size)) is not None:
@@ -313,19 +321,6 @@ def _check_file(status: os.stat_result, record: File) -> None:
         raise OSError(errno.EINVAL, "is not a regular file, as the manifest says")
     if status.st_size != record.size:
         raise OSError(errno.EIO, f"is damaged: it has {status.st_size} bytes instead of {record.size}")
-
-
-class _Checked:
-    """The tree of a save that is only checked: each file is compared where it is."""
-
-    def enter(self, step: Step) -> bool:
-        return True
-
-    def file(self, step: Step) -> Entry | None:
-        return step.source if isinstance(step.source, Entry) else None
-
-    def special(self, step: Step) -> None:
-        pass
 
 
 class _RestoredTree(FileTree):

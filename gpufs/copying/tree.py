@@ -73,18 +73,13 @@ class CopiedDirectory:
         except OSError as error:
             raise OSError(error.errno, error.strerror, entry.path) from None
         try:
-            strange = self.created and os.listdir(path_of(self.fd))
+            if self.created and os.listdir(path_of(self.fd)):
+                raise OSError(errno.EBUSY, "another process has put a directory in its place")
             if replace and not self.created:
                 self._make_writable()
         except OSError as error:
             os.close(self.fd)
             raise OSError(error.errno, error.strerror, entry.path) from None
-        if strange:
-            os.close(self.fd)
-            raise OSError(errno.EBUSY, "another process has put a directory in its place", entry.path)
-
-    def child(self, name: str) -> Entry:
-        return self.entry.child(name, self.fd)
 
     def _make_writable(self) -> None:
         status = os.fstat(self.fd)
@@ -103,9 +98,6 @@ class CopiedDirectory:
             preserve(path, self._source, self._xattrs)
         elif self.created and mode & stat.S_IRWXU != stat.S_IRWXU:
             os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | ~stat.S_IRWXU))
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 def adopt(entry: Entry, copy: os.stat_result, step: Step, state: TreeState) -> None:
@@ -350,7 +342,7 @@ class FileTree:
             below = step.below if step.kind == "file" else step.folder.below if step.folder else ""
             return Entry.of(os.path.join(self.base.path, below), follow=False)
         directory = self._directories.get(step.parent)
-        return None if directory is None else directory.child(step.name)
+        return None if directory is None else directory.entry.child(step.name, directory.fd)
 
     def _is_in_new(self, step: Step) -> bool:
         directory = self._directories.get(step.parent) if step.parent is not None else None
@@ -380,7 +372,7 @@ class FileTree:
         except OSError as error:
             self._state.report.failed(directory.entry.path, None, error)
         finally:
-            directory.close()
+            os.close(directory.fd)
 
 
 def _on_a_mount(device: int, destination: Entry) -> bool:

@@ -74,14 +74,9 @@ _UNFIT: Final = {
 
 def check_options(options: CopyOptions, where: Literal["a URL", "HOST:PATH"]) -> None:
     """Raise OSError EINVAL for options that a copy from or to such a name does not have."""
-    given = {
-        "preserve": options.preserve,
-        "partial": options.partial,
-        "fastpath require": options.fastpath == "require",
-        "dry-run": options.dry_run,
-    }
     for name, reason in _UNFIT[where].items():
-        if given[name]:
+        is_given = options.fastpath == "require" if " " in name else getattr(options, name.replace("-", "_"))
+        if is_given:
             raise OSError(errno.EINVAL, f"--{name} cannot be used with {where}: {reason}")
 
 
