@@ -7,13 +7,6 @@ import click
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-
-def _command(context: click.Context, option: click.Parameter, text: str | None) -> str | None:
-    if text is not None and not text.strip():
-        raise click.BadParameter("an empty command: leave out the option for the default")
-    return text
-
-
 verify: _Decorator = click.option(
     "--verify", is_flag=True, help="Read both files again and compare their SHA-256; with --fsync from disk."
 )
@@ -21,18 +14,10 @@ fsync: _Decorator = click.option(
     "--fsync", is_flag=True, help="Write files of the host to disk before the command ends."
 )
 shell: _Decorator = click.option(
-    "-e",
-    "--rsh",
-    "shell",
-    metavar="COMMAND",
-    callback=_command,
-    help="Reach HOST by this command instead of ssh, as with rsync.",
+    "-e", "--rsh", "shell", metavar="COMMAND", help="Reach HOST by this command instead of ssh, as with rsync."
 )
 remote_gpufs: _Decorator = click.option(
-    "--remote-gpufs",
-    metavar="COMMAND",
-    callback=_command,
-    help="The gpufs of HOST, if a shell there does not find it.",
+    "--remote-gpufs", metavar="COMMAND", help="The gpufs of HOST, if a shell there does not find it."
 )
 verbose: _Decorator = click.option(
     "-v", "--verbose", is_flag=True, help="Print a line for each file, with --json on standard error."

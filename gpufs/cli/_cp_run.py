@@ -105,6 +105,8 @@ def _copy(
     if options.recursive:
         raise_descriptor_limit()
     loop = TreeCopy(copier, report.cancel, report)
+    if "" in (options.shell, options.remote_gpufs):
+        raise Failure("-e, --remote-gpufs: an empty command: leave out the option for the default", 2)
     shell, program = options.shell or "", options.remote_gpufs or ""
     opened = loop.opened(sources, ends, in_directory=to_directory, shell=shell, program=program)
     try:

@@ -97,10 +97,6 @@ def _raises_rights(program: str) -> bool:
         return False
 
 
-def _statuses(entries: Sequence[MountEntry]) -> list[dict[str, Any]]:
-    return _queries.statuses(entries, str, config.STATUS_TIMEOUT.default)
-
-
 @dataclass(slots=True)
 class Environment:
     """A machine, as the checks see it. ``root`` is where /proc, /sys, /dev, /etc and /boot are found."""
@@ -113,8 +109,9 @@ class Environment:
     access: Callable[[Path, int], bool] = os.access
     raises_rights: Callable[[str], bool] = _raises_rights
     mounts: Callable[[], Sequence[MountEntry]] = _mounts.chosen
-    # Their states, as `gpufs status` has them.
-    statuses: Callable[[Sequence[MountEntry]], list[dict[str, Any]]] = _statuses
+    statuses: Callable[[Sequence[MountEntry]], list[dict[str, Any]]] = lambda entries: _queries.statuses(
+        entries, str, config.STATUS_TIMEOUT.default
+    )
     probe: Callable[[Sequence[str]], dict[str, Any]] = _probe
 
     def text(self, path: str) -> str | None:

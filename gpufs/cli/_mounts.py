@@ -244,18 +244,14 @@ def copies(devices: Collection[str]) -> list[MountCopy]:
     """Find mounts with these device numbers in other mount namespaces, by one process of each that we may see."""
     places: dict[str, list[str]] = {os.readlink("/proc/self/ns/mnt"): []}  # by namespace
     elsewhere: dict[tuple[str, str], MountCopy] = {}
-    used = set()
     for pid in sorted(_processes()):
         with suppress(OSError):
-            namespace, program = os.readlink(f"/proc/{pid}/ns/mnt"), _program(pid)
+            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
             if namespace not in places:
                 places[namespace] = [one.mountpoint for one in mounting.mounts(str(pid)) if one.device in devices]
             for place in places[namespace]:
-                key = namespace, place
-                if key not in used and _uses(pid, place):
-                    used.add(key)
-                    elsewhere[key] = MountCopy(pid, program, place)
-                elsewhere.setdefault(key, MountCopy(pid, program, place))
+                if _uses(pid, place) or (namespace, place) not in elsewhere:
+                    elsewhere[namespace, place] = MountCopy(pid, _program(pid), place)
     return list(elsewhere.values())
 
 

@@ -41,12 +41,6 @@ _DRIVER = "gpufs.dev"
     shell_complete=complete_directories,
     help="The directory of the kubelet. Volumes are below it.",
 )
-@click.option(
-    "--state-dir",
-    metavar="DIR",
-    shell_complete=complete_directories,
-    help="Where the key of the node is; by default DIR/plugins/NAME/state of the kubelet.",
-)
 @click.option("--label-node", is_flag=True, help="Label the node with the models that its mount has.")
 @click.option(
     "--account-dir",
@@ -63,7 +57,6 @@ def command(
     node: str | None,
     driver_name: str,
     kubelet_dir: str,
-    state_dir: str | None,
     label_node: bool,
     account_dir: str,
     metrics: tuple[str, int] | None,
@@ -107,8 +100,8 @@ def command(
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
         if not host:
             raise Failure("--label-node needs the Kubernetes API: KUBERNETES_SERVICE_HOST is not set")
-        labels = NodeLabels(node, f"https://{f'[{host}]' if ':' in host else host}:{port or 443}", account_dir)
-    state = state_dir or os.path.join(kubelet_dir, "plugins", driver_name, "state")
+        labels = NodeLabels(node, f"{f'[{host}]' if ':' in host else host}:{port or 443}", account_dir)
+    state = os.path.join(kubelet_dir, "plugins", driver_name, "state")
     options = Options(path, mountpoint, node, driver_name, kubelet_dir, state, labels, metrics)
     try:
         serve(options, lambda: complain(f"serving {driver_name} at {path}"))

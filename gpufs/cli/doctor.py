@@ -151,13 +151,10 @@ def limits(environment: Environment) -> Iterator[Finding]:
 def mounts(environment: Environment) -> Iterator[Finding]:
     """Report the mounts that do not answer, or whose daemons have died."""
     for status in environment.statuses(environment.mounts()):
-        name, error, deaths = status["mountpoint"], status["error"], deaths_text(status)
-        if status["state"] not in ("ok", "private"):
-            yield Finding("mounts", name, NOTE, error, f"gpufs status {name} says more")
-        elif deaths:
-            yield Finding("mounts", name, NOTE, f"works; {deaths}", "see its log for what they died of")
-        else:
-            yield Finding("mounts", name, OK, error or "works")
+        name, deaths = status["mountpoint"], deaths_text(status)
+        state = NOTE if deaths or status["state"] not in ("ok", "private") else OK
+        text = status["error"] or f"works{deaths and f'; deaths: {deaths}'}"
+        yield Finding("mounts", name, state, text, f"gpufs status {name} and its log say more")
 
 
 def speed(environment: Environment) -> Iterator[Finding]:

@@ -84,12 +84,6 @@ def _files() -> dict[str, int]:
     return files
 
 
-def _errors_of(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [one for inner in error.exceptions for one in _errors_of(inner)]
-    return [error]
-
-
 def main() -> None:
     """Fetch, and report."""
     os.umask(0o022)  # pods of any user read what it fetches; the directory above is closed
@@ -104,7 +98,7 @@ def main() -> None:
     try:
         _fetch(order)
     except Exception as error:  # noqa: BLE001 - reported to the plug-in
-        first = _errors_of(error)[0]
+        first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
         number = first.errno if isinstance(first, OSError) else None
         _say(ok=False, errno=number, text=str(first).partition("\n")[0] or type(first).__name__)
 

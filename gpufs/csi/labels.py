@@ -10,10 +10,10 @@ import hashlib
 import http.client
 import json
 import os
-import re
 import ssl
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -37,13 +37,13 @@ def label_of(source: str) -> str:
 class NodeLabels:
     """The labels of one node. One thread calls.
 
-    ``server``: the URL of the Kubernetes API. ``account``: the directory with the token and the certificate of the
+    ``server``: the Kubernetes API, HOST:PORT. ``account``: the directory with the token and the certificate of the
     service account. Both are read again at each request, as the kubelet renews the token.
     """
 
     def __init__(self, node: str, server: str, account: str) -> None:
         self._path = f"/api/v1/nodes/{quote(node, safe='')}"
-        self._server = re.sub(r"^https://", "", server)
+        self._server = server
         self._account = account
         self._set: dict[str, str] | None = None
         self._again = 0.0
@@ -68,8 +68,7 @@ class NodeLabels:
             with open(os.path.join(self._account, "token"), encoding="ascii") as file:
                 token = file.read().strip()
             context = ssl.create_default_context(cafile=os.path.join(self._account, "ca.crt"))
-            connection = http.client.HTTPSConnection(self._server, timeout=_SECONDS, context=context)
-            try:
+            with closing(http.client.HTTPSConnection(self._server, timeout=_SECONDS, context=context)) as connection:
                 kind = "application/merge-patch+json" if body is not None else "application/json"
                 headers = {"Authorization": f"Bearer {token}", "Content-Type": kind}
                 connection.request(method, self._path, None if body is None else json.dumps(body), headers)
@@ -78,7 +77,5 @@ class NodeLabels:
                 if answer.status != http.client.OK:
                     raise OSError(f"status {answer.status}: {content[:200].decode(errors='replace')}")
                 return json.loads(content)
-            finally:
-                connection.close()
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise OSError(f"the labels of the node cannot be set: {error}") from None

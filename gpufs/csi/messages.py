@@ -24,16 +24,13 @@ _MESSAGES: Final[dict[str, tuple[tuple[int, str, str], ...]]] = {
     "NodeGetCapabilitiesRequest": (),
     "NodeGetCapabilitiesResponse": (),  # none: nothing is staged, expanded or measured
     "BlockVolume": (),
-    "MountVolume": ((1, "fs_type", "string"), (2, "mount_flags", "strings"), (3, "volume_mount_group", "string")),
+    "MountVolume": ((2, "mount_flags", "strings"),),
     "AccessMode": ((1, "mode", "int32"),),
     "VolumeCapability": ((1, "block", "BlockVolume"), (2, "mount", "MountVolume"), (3, "access_mode", "AccessMode")),
     "NodePublishVolumeRequest": (
         (1, "volume_id", "string"),
-        (2, "publish_context", "map"),
-        (3, "staging_target_path", "string"),
         (4, "target_path", "string"),
         (5, "volume_capability", "VolumeCapability"),
-        (6, "readonly", "bool"),
         (7, "secrets", "map"),
         (8, "volume_context", "map"),
     ),
@@ -57,12 +54,8 @@ def _add_field(message: descriptor_pb2.DescriptorProto, number: int, name: str, 
         _add_field(entry, 1, "key", "string")
         _add_field(entry, 2, "value", "string")
         field.type, field.type_name = field.TYPE_MESSAGE, f".{PACKAGE}.{message.name}.{entry.name}"
-    elif kind in ("string", "strings"):
-        field.type = field.TYPE_STRING
-    elif kind == "bool":
-        field.type = field.TYPE_BOOL
-    elif kind == "int32":
-        field.type = field.TYPE_INT32
+    elif kind in ("string", "strings", "int32"):
+        field.type = field.TYPE_INT32 if kind == "int32" else field.TYPE_STRING
     else:
         field.type = field.TYPE_MESSAGE
         field.type_name = kind if kind.startswith(".") else f".{PACKAGE}.{kind}"

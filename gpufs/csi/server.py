@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import grpc
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, start_http_server
 
 from gpufs import __version__
@@ -193,12 +194,12 @@ class Plugin:
                 text = f"the volume is published at another target_path: {known.target}"
                 raise CallError("FAILED_PRECONDITION", text)
             # Secrets may change while a pod runs. Its volume stays what it is.
-            if known != volume.with_credentials(known.credentials):
+            if known != msgspec.structs.replace(volume, credentials=known.credentials):
                 raise CallError("ALREADY_EXISTS", "the volume is published with other volumeAttributes")
             if self._is_bound(known):
                 volume = known
             elif known != volume:
-                self._state.replace(known, volume)
+                self._state.put(volume)
                 self._release(known.model)
         else:
             if any(one.target == volume.target for one in self._state.volumes()):
@@ -209,7 +210,7 @@ class Plugin:
             is_free = not self._targets.over(volume.target)  # else it was bound before a restart
             if is_free:
                 self._targets.unbind(volume.target)  # refuses what is not empty, before anything is fetched
-            self._state.add(volume)
+            self._state.put(volume)
         try:
             if not (self._is_bound(volume) and self._models.is_there(volume.model)):
                 self._show(volume, secrets, proceed)

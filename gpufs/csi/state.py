@@ -49,7 +49,7 @@ class State:
             os.close(self._fd)
             raise
         self._lock = threading.Lock()  # guards _volumes
-        self._volumes: list[Volume] = []
+        self._volumes: dict[str, Volume] = {}  # by their ids
 
     def _lock_directory(self) -> None:
         """Wait until a plug-in that is ending has ended."""
@@ -77,26 +77,22 @@ class State:
     def volumes(self) -> list[Volume]:
         """All volumes, also those that are being published."""
         with self._lock:
-            return list(self._volumes)
+            return list(self._volumes.values())
 
     def volume(self, volume_id: str) -> Volume | None:
         """The volume of this id."""
-        return next((one for one in self.volumes() if one.id == volume_id), None)
-
-    def add(self, volume: Volume) -> None:
-        """Add a volume."""
         with self._lock:
-            self._volumes.append(volume)
+            return self._volumes.get(volume_id)
 
-    def replace(self, volume: Volume, other: Volume) -> None:
-        """Put another one in the place of a volume."""
+    def put(self, volume: Volume) -> None:
+        """Add a volume, in the place of one with the same id."""
         with self._lock:
-            self._volumes = [other if one == volume else one for one in self._volumes]
+            self._volumes[volume.id] = volume
 
     def remove(self, volume: Volume) -> None:
         """Remove one, if it is there."""
         with self._lock:
-            self._volumes = [one for one in self._volumes if one != volume]
+            self._volumes.pop(volume.id, None)
 
     def models(self) -> set[Model]:
         """The models of all volumes."""

@@ -52,10 +52,6 @@ class Volume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The model that the volume shows."""
         return Model(self.source, self.device, self.include, self.exclude, self.credentials)
 
-    def with_credentials(self, credentials: str) -> Volume:
-        """Return the same volume with other secrets."""
-        return msgspec.structs.replace(self, credentials=credentials)
-
 
 class Model(msgspec.Struct, frozen=True):
     """A model on a device. Volumes with the same source, files and credentials share it.

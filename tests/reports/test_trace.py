@@ -147,12 +147,11 @@ def test_reads_and_writes_of_the_mount(mount: Mounter, tmp_path: Path) -> None:
     assert sum(span["args"]["size"] for span in replies) == 3 * MIB
 
 
-def test_the_end_of_its_terminal_ends_it_unless_nohup_has_started_it(mount: Mounter, tmp_path: Path) -> None:
-    own = mount()
-    with recording(own, tmp_path / "trace.json", signal.SIGHUP):
+def test_the_end_of_its_terminal_ends_it_unless_nohup_has_started_it(shared_mount: GpufsMount, tmp_path: Path) -> None:
+    with recording(shared_mount, tmp_path / "trace.json", signal.SIGHUP):
         pass
     assert json.loads((tmp_path / "trace.json").read_text())
-    with recording(own, tmp_path / "trace.json", by=("nohup",)) as recorder:
+    with recording(shared_mount, tmp_path / "trace.json", by=("nohup",)) as recorder:
         recorder.send_signal(signal.SIGHUP)
         with pytest.raises(subprocess.TimeoutExpired):
             recorder.wait(1)
@@ -208,35 +207,32 @@ def test_file_reads_and_device_copies_overlap(mount: Mounter, tmp_path: Path) ->
 # ---- the command ----
 
 
-def test_a_recording_of_some_time(mount: Mounter, tmp_path: Path) -> None:
-    own = mount()
+def test_a_recording_of_some_time(shared_mount: GpufsMount, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    done = run(*GPUFS, "trace", own.path, "-o", path, "--duration", "300ms")
+    done = run(*GPUFS, "trace", shared_mount.path, "-o", path, "--duration", "300ms")
     assert "spans" in done.stderr
     checked(path)
-    assert not busy(own)
-    content = json.loads(run(*GPUFS, "trace", own.path, "-o", "-", "--duration", "0.1").stdout)
-    assert content["otherData"]["mountpoint"] == str(own.path)
+    assert not busy(shared_mount)
+    content = json.loads(run(*GPUFS, "trace", shared_mount.path, "-o", "-", "--duration", "0.1").stdout)
+    assert content["otherData"]["mountpoint"] == str(shared_mount.path)
 
 
-def test_only_one_trace_is_recorded_at_a_time(mount: Mounter, tmp_path: Path) -> None:
-    own = mount()
-    with recording(own, tmp_path / "one.json"):
-        done = run(*GPUFS, "trace", own.path, "-o", tmp_path / "two.json", "--duration", "1", check=False)
+def test_only_one_trace_is_recorded_at_a_time(shared_mount: GpufsMount, tmp_path: Path) -> None:
+    with recording(shared_mount, tmp_path / "one.json"):
+        done = run(*GPUFS, "trace", shared_mount.path, "-o", tmp_path / "two.json", "--duration", "1", check=False)
         assert done.returncode == 1
         assert "being recorded already" in done.stderr
     assert not (tmp_path / "two.json").exists()
 
 
-def test_killing_the_recorder_ends_the_recording(mount: Mounter, tmp_path: Path) -> None:
-    own = mount()
-    recorder = subprocess.Popen([*GPUFS, "trace", str(own.path), "-o", str(tmp_path / "trace.json")])
+def test_killing_the_recorder_ends_the_recording(shared_mount: GpufsMount, tmp_path: Path) -> None:
+    recorder = subprocess.Popen([*GPUFS, "trace", str(shared_mount.path), "-o", str(tmp_path / "trace.json")])
     try:
         wait_until(lambda: records(recorder.pid), 30, "the recording to begin")
     finally:
         recorder.kill()
         recorder.wait(PATIENCE)
-    wait_until(lambda: not busy(own), 10, "the recording to end")
+    wait_until(lambda: not busy(shared_mount), 10, "the recording to end")
 
 
 def test_a_trace_is_written_when_the_mount_ends(mount: Mounter, tmp_path: Path) -> None:
@@ -269,23 +265,21 @@ def test_a_trace_is_written_when_the_mount_ends(mount: Mounter, tmp_path: Path) 
     assert called(checked(path), "WRITE")
 
 
-def test_an_output_that_cannot_be_written(mount: Mounter, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written(shared_mount: GpufsMount, tmp_path: Path) -> None:
     """The error names it."""
-    own = mount()
     (tmp_path / "folder").mkdir()
     words = {tmp_path / "missing/file": "No such file or directory", tmp_path / "folder": "Is a directory"}
     words[Path("/dev/full")] = "No space left on device"
     for output, why in words.items():
-        done = run(*GPUFS, "trace", own.path, "-o", output, "--duration", "0.05", check=False)
+        done = run(*GPUFS, "trace", shared_mount.path, "-o", output, "--duration", "0.05", check=False)
         assert done.returncode == 1
         assert done.stderr == f"gpufs: {output}: {why}\n"
-        wait_until(lambda: not busy(own), 20, "the end of the recording")
+        wait_until(lambda: not busy(shared_mount), 20, "the end of the recording")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_full_standard_error_takes_nothing_from_the_trace(mount: Mounter, tmp_path: Path) -> None:
-    own = mount()
-    trace = [*GPUFS, "trace", str(own.path), "-o", str(tmp_path / "trace"), "--duration", "0.05"]
+def test_a_full_standard_error_takes_nothing_from_the_trace(shared_mount: GpufsMount, tmp_path: Path) -> None:
+    trace = [*GPUFS, "trace", str(shared_mount.path), "-o", str(tmp_path / "trace"), "--duration", "0.05"]
     assert run("sh", "-c", 'exec "$@" 2>/dev/full', "sh", *trace, check=False).returncode == 0
     checked(tmp_path / "trace")
 

@@ -665,7 +665,7 @@ def test_memory_is_bounded(mount: Mounter, web: WebServer) -> None:
         (("--fastpath", "require", "http://server/a", "ROOT"), "--fastpath require cannot be used with a URL"),
         (("ROOT/file", "-t", "s3://bucket/a", "-t", "ROOT"), "a URL is the only destination"),
         (("-T", "s3://bucket/*", "ROOT/new"), "-T takes one SOURCE"),
-        (("-e", "", "host:file", "ROOT"), "'-e'"),
+        (("-e", "", "host:file", "ROOT"), "-e, --remote-gpufs"),
     ],
     ids=str,
 )

@@ -10,13 +10,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from support.cli import gpufs
 from support.data import MIB
 from support.mounting import GPUFS
 from support.processes import PATIENCE, wait_until
 from support.watchdog import mounted_at
-
-_ROUNDS = 12
 
 
 def processes_of(path: Path) -> dict[int, str]:
@@ -34,9 +33,10 @@ def daemon_of(path: Path) -> int:
     return next((pid for pid, words in processes_of(path).items() if "gpufs.daemon" in words), 0)
 
 
-def test_a_death_while_it_is_mounted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_death_while_it_is_mounted(tmp_path: Path, rounds: int) -> None:
     chance = random.Random(time.time_ns())
-    for number in range(_ROUNDS):
+    for number in range(rounds):
         path = tmp_path / f"mount{number}"
         path.mkdir()
         words = ["mount", str(path), "--driver", "host", "--memory", "64M", "--devices", "1"]
