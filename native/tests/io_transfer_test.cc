@@ -55,6 +55,43 @@ TEST_P(Transfers, UnalignedRanges) {
   }
 }
 
+TEST_P(Transfers, ContentsThatGoToAnotherDeviceAndBack) {
+  FakeRig rig(GetParam(), FakeRig::without_fastpath());
+  const auto other = std::make_shared<FaultPlan>();
+  other->cpu_addressable = GetParam();
+  const auto host = must(DeviceContext::create(make_faulty_driver(other, 64 * kMiB), 0));
+  const auto data = pattern(8 * kMiB + 5);
+  rig.make_ends(Direction::kStore, data);
+  std::atomic<bool> end{false};
+  std::atomic<int> moves{0};
+  std::thread mover([&] {
+    while (!end) {
+      ASSERT_TRUE(must(rig.buffer->park(host, nullptr)));
+      ASSERT_OK(rig.buffer->bring_back(Wait::kAllowed));
+      ++moves;
+    }
+    ASSERT_TRUE(must(rig.buffer->park(host, nullptr)));
+  });
+  for (int round = 0; round < 20 || moves < 5; ++round) {
+    ASSERT_EQ(::ftruncate(rig.fd(), 0), 0);
+    ASSERT_EQ(rig.finish(rig.store()).prefix, data.size());
+    ASSERT_TRUE(same_bytes(rig.file_contents(), data));
+  }
+  end = true;
+  mover.join();
+  EXPECT_EQ(rig.device->held_bytes(), 0U);
+  EXPECT_EQ(rig.buffer->bytes_parked(), host->held_bytes());
+  ASSERT_EQ(::ftruncate(rig.fd(), 0), 0);
+  ASSERT_EQ(rig.finish(rig.store()).prefix, data.size());
+  ASSERT_TRUE(same_bytes(rig.file_contents(), data));
+  // A load brings them back first.
+  ASSERT_EQ(rig.finish(rig.load()).prefix, data.size());
+  EXPECT_EQ(rig.buffer->bytes_parked(), 0U);
+  EXPECT_TRUE(same_bytes(rig.buffer_contents(), data));
+  rig.buffer.reset();
+  EXPECT_EQ(host->held_bytes(), 0U);
+}
+
 TEST_P(Transfers, DirectAndBufferedAgree) {
   for (const Switch direct : {Switch::kOn, Switch::kOff}) {
     IoOptions options = FakeRig::without_fastpath();

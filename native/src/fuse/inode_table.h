@@ -15,7 +15,6 @@
 #include <span>
 #include <string_view>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "base/status.h"
@@ -189,6 +188,9 @@ class InodeTable {
   [[nodiscard]] std::vector<std::shared_ptr<Inode>> busiest(std::size_t most) const;
 
  private:
+  class Restore;                               // restore.cc
+  static constexpr bool kPreallocates = true;  // see trim_later()
+
   [[nodiscard]] bool has_device(std::int32_t device) const;
   // Null without one.
   [[nodiscard]] std::shared_ptr<DeviceContext> host_tier() const;
@@ -199,36 +201,13 @@ class InodeTable {
   void watch_contents(const std::shared_ptr<Inode>& inode);
   // Frees what the host tier held of a file that is back, on the executor.
   void free_left(std::shared_ptr<Residence> left);
-  // Moves a file's contents to the host's memory once.
-  Result<bool> park_for_owner(Inode& inode, const std::shared_ptr<DeviceContext>& host);
-  // Files on a device that nobody uses, the one first that was used the longest time ago.
-  [[nodiscard]] std::vector<std::shared_ptr<Inode>> idle_files(std::int32_t device) const;
+  // Files on a device that nobody uses, by their last use.
+  using IdleFiles = std::multimap<std::chrono::steady_clock::time_point, std::shared_ptr<Inode>>;
+  [[nodiscard]] IdleFiles idle_files(std::int32_t device) const;
   // How much of them the host tier has space for.
-  [[nodiscard]] std::uint64_t parkable_bytes(const std::vector<std::shared_ptr<Inode>>& files) const;
+  [[nodiscard]] std::uint64_t parkable_bytes(const IdleFiles& files) const;
   // Parks a file, if all of them together make space for so many bytes.
   bool evict(std::int32_t device, std::uint64_t needed);
-  // The parts of an inode's record, and what becomes of them.
-  struct Restored {
-    InodeRecord record;
-    std::optional<KeptContents> contents;
-    std::unique_ptr<ExtendedAttributes> extended;
-    std::string_view target;
-    Status status;
-    std::shared_ptr<Inode> inode;  // null: lost
-  };
-  // What restore() knows of the other records when it makes an inode of one.
-  struct Known {
-    std::map<std::int32_t, std::size_t> devices;    // how many inodes each has
-    std::unordered_set<std::uint64_t> directories;  // those with names in them
-  };
-  static Restored read(const Records::StoredInode& stored);
-  // Restores the slabs of all devices, before any buffer.
-  Status restore_slabs(std::vector<Restored>& found);
-  // Makes the inode of a record, and charges it whatever the limits are. Any thread may call them.
-  Result<std::shared_ptr<Inode>> restore_inode(Restored& found, const Known& known);
-  void charge_restored(const std::shared_ptr<Inode>& inode);
-  // Adds the directories that have names and no record.
-  void restore_directories();
   // After a change of links, open files or presence. True if free_later() must follow.
   [[nodiscard]] static bool update_expected(const Inode& inode, Inode::State& state);
   // What has become of an inode, and so must follow when its Writer has ended.

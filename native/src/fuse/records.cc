@@ -19,14 +19,6 @@ struct StoredName {
   std::uint64_t inode = 0;  // its text is behind it
 };
 
-struct StoredContents {
-  std::uint64_t memory = 0;
-  Extent slot;
-  std::uint64_t placement = 0;
-  Shift shift;
-  std::int64_t device = 0;  // its extents are behind it
-};
-
 struct StoredOutcome {
   std::uint64_t request = 0;
   Outcome outcome;
@@ -141,8 +133,7 @@ void Records::put_extended(std::uint64_t ino, std::span<const std::byte> attribu
 }
 
 void Records::put_contents(std::uint64_t ino, const KeptContents& contents) {
-  const StoredContents stored{contents.memory, contents.slot, contents.placement, contents.shift, contents.device};
-  put({journal::kContents, ino}, image(stored), std::as_bytes(std::span(contents.extents)));
+  put({journal::kContents, ino}, image<KeptMemoryPart>(contents), std::as_bytes(std::span(contents.extents)));
 }
 
 void Records::put_name(std::uint64_t id, const NameRecord& name) {
@@ -221,15 +212,9 @@ InodeRecord Records::read_inode(const StoredInode& stored) {
 
 std::optional<KeptContents> Records::read_contents(const StoredInode& stored, const InodeRecord& record) {
   if (stored.contents.empty()) return std::nullopt;
-  const auto fixed = read<StoredContents>(stored.contents);
-  const std::span<const std::byte> extents = behind<StoredContents>(stored.contents);
-  KeptContents contents{.size = record.attributes.size,
-                        .memory = fixed.memory,
-                        .slot = fixed.slot,
-                        .extents = Extents(extents.size() / sizeof(Extent)),
-                        .placement = fixed.placement,
-                        .shift = fixed.shift,
-                        .device = static_cast<std::int32_t>(fixed.device)};
+  const std::span<const std::byte> extents = behind<KeptMemoryPart>(stored.contents);
+  KeptContents contents{read<KeptMemoryPart>(stored.contents), record.attributes.size,
+                        Extents(extents.size() / sizeof(Extent))};
   if (!contents.extents.empty()) {
     std::memcpy(contents.extents.data(), extents.data(), contents.extents.size() * sizeof(Extent));
   }

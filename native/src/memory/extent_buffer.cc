@@ -18,7 +18,7 @@ ExtentBuffer::ExtentBuffer(std::shared_ptr<DeviceContext> device, bool prealloca
     : context_(std::move(device)),
       preallocates_(preallocates && !context_->info().cpu_addressable && !context_->info().reserve_copies),
       here_(std::make_shared<Residence>(context_, shared_charge())) {
-  snapshot_ = make_empty_snapshot();
+  snapshot_ = std::make_shared<Snapshot>(*this);
 }
 
 ExtentBuffer::~ExtentBuffer() {
@@ -36,13 +36,11 @@ Residence::~Residence() {
 
 // ---- snapshots ----
 
-ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<DeviceContext> where,
-                                 std::shared_ptr<AddressRange> own, std::uint64_t number, Extents existing,
-                                 std::uint64_t first)
+ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::uint64_t first, Extents existing, const Residence* where)
     : owner(buffer),
-      device(std::move(where)),
-      range(std::move(own)),
-      memory(number),
+      device(where != nullptr ? where->device : buffer.context_),
+      range(where != nullptr ? where->range : nullptr),
+      memory(where != nullptr && where->memory != nullptr ? where->memory->number() : 0),
       base(range ? range->base() : 0),
       extents(std::move(existing)),
       placement(first) {
@@ -51,15 +49,10 @@ ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<DeviceCon
 }
 
 ExtentBuffer::Snapshot::Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small)
-    : owner(buffer),
-      device(buffer.here_->device),
-      slot(std::move(small)),
-      memory(slot->memory),
-      base(slot->address),
-      extents{{0, slot->bytes}},
-      placement(0) {
-  const std::lock_guard lock(owner.state_mutex_);
-  ++owner.snapshots_;
+    : Snapshot(buffer, 0, {{0, small->bytes}}) {
+  memory = small->memory;
+  base = small->address;
+  slot = std::move(small);
 }
 
 ExtentBuffer::Snapshot::~Snapshot() {

@@ -51,15 +51,19 @@ struct Shift {
   std::uint64_t step = 0;  // its bytes are in the scratch, those before it have moved; the first is 1, 0: no shift
 };
 
-// What another process needs to have the same contents: memory that a MemoryKeeper keeps.
-struct KeptContents {
-  std::uint64_t size = 0;
+// Memory that a MemoryKeeper keeps, as it is in the journal.
+struct KeptMemoryPart {
+  std::int64_t device = 0;   // the buffer's own, or the host tier
   std::uint64_t memory = 0;  // its number; 0: none
   Extent slot;               // of a small file, in that memory; no bytes for others
-  Extents extents;           // of others: whole granules
   std::uint64_t placement = 0;
   Shift shift;
-  std::int32_t device = 0;  // whose memory it is: the buffer's own, or the host tier
+};
+
+// What another process needs to have the same contents.
+struct KeptContents : KeptMemoryPart {
+  std::uint64_t size = 0;
+  Extents extents;  // whole granules; none of a small file
 };
 
 // The memory that a buffer has on one device, and who pays for it there. Changed only by that buffer, under its
@@ -193,8 +197,9 @@ class ExtentBuffer : public Buffer {
 
   // What exists, at which addresses. Immutable. The buffer counts its snapshots, to know when the old ones are gone.
   struct Snapshot {
-    Snapshot(ExtentBuffer& buffer, std::shared_ptr<DeviceContext> where, std::shared_ptr<AddressRange> own,
-             std::uint64_t number, Extents existing, std::uint64_t first);
+    // where: has the memory; null without any.
+    explicit Snapshot(ExtentBuffer& buffer, std::uint64_t first = 0, Extents existing = {},
+                      const Residence* where = nullptr);
     Snapshot(ExtentBuffer& buffer, std::shared_ptr<const SlabPool::Slot> small);
     ~Snapshot();
     Snapshot(const Snapshot&) = delete;
@@ -204,8 +209,8 @@ class ExtentBuffer : public Buffer {
     const std::shared_ptr<DeviceContext> device;
     std::shared_ptr<AddressRange> range;         // of the buffer's own memory; null without any
     std::shared_ptr<const SlabPool::Slot> slot;  // of a small file
-    const std::uint64_t memory;                  // its number, or that of the slabs
-    const DeviceAddress base;                    // of position 0
+    std::uint64_t memory;                        // its number, or that of the slabs
+    DeviceAddress base;                          // of position 0
     const Extents extents;
     const std::uint64_t placement;  // the position of offset 0
   };
@@ -307,7 +312,6 @@ class ExtentBuffer : public Buffer {
   // EPROTO: nothing can be restored from this.
   [[nodiscard]] Status check_kept(const KeptContents& contents) const;
   [[nodiscard]] SnapshotPointer make_snapshot(Extents extents);
-  [[nodiscard]] SnapshotPointer make_empty_snapshot(std::uint64_t placement = 0);
   void replace(SnapshotPointer next);
   // What the snapshot shows of the buffer's own memory: nothing of a slot.
   [[nodiscard]] Extents own() const;

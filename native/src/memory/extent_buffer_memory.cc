@@ -105,13 +105,7 @@ bool ExtentBuffer::reclaim(DeviceContext& device, std::uint64_t releases_before,
 // ---- snapshots and accounts ----
 
 ExtentBuffer::SnapshotPointer ExtentBuffer::make_snapshot(Extents extents) {
-  const std::uint64_t number = here_->memory != nullptr ? here_->memory->number() : 0;
-  return std::make_shared<Snapshot>(*this, here_->device, here_->range, number, std::move(extents),
-                                    snapshot_->placement);
-}
-
-ExtentBuffer::SnapshotPointer ExtentBuffer::make_empty_snapshot(std::uint64_t placement) {
-  return std::make_shared<Snapshot>(*this, context_, nullptr, 0, Extents{}, placement);
+  return std::make_shared<Snapshot>(*this, snapshot_->placement, std::move(extents), here_.get());
 }
 
 void ExtentBuffer::replace(SnapshotPointer next) {
@@ -331,7 +325,7 @@ void ExtentBuffer::drop_empty_memory() {
   if (leased()) return;
   if (snapshot_->slot == nullptr) {
     if (!snapshot_->extents.empty()) return;
-    replace(make_empty_snapshot(snapshot_->placement));  // the next try begins there, too
+    replace(std::make_shared<Snapshot>(*this, snapshot_->placement));  // the next try begins there, too
     here_->ahead.clear();
   }
   {
@@ -339,7 +333,7 @@ void ExtentBuffer::drop_empty_memory() {
     shift_ = {};
   }
   if (!at_home()) {
-    (void)enter(std::make_shared<Residence>(context_, shared_charge()), make_empty_snapshot(snapshot_->placement));
+    (void)enter(std::make_shared<Residence>(context_, shared_charge()), snapshot_);
     return;
   }
   here_->range.reset();
@@ -528,7 +522,7 @@ Status ExtentBuffer::shrink(std::uint64_t end, std::uint64_t highest, Exclusion*
   }
   if (kept.empty() && !leased()) {
     drop_empty_memory();  // as a whole, without a release of its parts
-    if (end == 0) replace(make_empty_snapshot());
+    if (end == 0) replace(std::make_shared<Snapshot>(*this));
   } else if (!removed.empty()) {
     release(removed);
   }
@@ -617,13 +611,13 @@ Status ExtentBuffer::discard_above_size(std::uint64_t offset, std::uint64_t byte
 KeptContents ExtentBuffer::kept() const {
   const std::lock_guard lock(state_mutex_);
   const SlabPool::Slot* const slot = snapshot_->slot.get();
-  return {.size = size_.load(std::memory_order_relaxed),
-          .memory = snapshot_->memory,
-          .slot = slot != nullptr ? Extent{slot->offset, slot->bytes} : Extent{},
-          .extents = own(),
-          .placement = snapshot_->placement,
-          .shift = shift_,
-          .device = snapshot_->device->info().index};
+  return {{.device = snapshot_->device->info().index,
+           .memory = snapshot_->memory,
+           .slot = slot != nullptr ? Extent{slot->offset, slot->bytes} : Extent{},
+           .placement = snapshot_->placement,
+           .shift = shift_},
+          size_.load(std::memory_order_relaxed),
+          own()};
 }
 
 Status ExtentBuffer::check_kept(const KeptContents& contents) const {
@@ -663,8 +657,7 @@ Status ExtentBuffer::restore(const KeptContents& contents, const std::shared_ptr
       TRY(here_->device->device().zero(here_->range->base() + extent.offset, extent.bytes));
     }
     here_->ahead = surplus;
-    replace(make_empty_snapshot(contents.placement));
-    replace(make_snapshot(contents.extents));
+    replace(std::make_shared<Snapshot>(*this, contents.placement, contents.extents, here_.get()));
     shift_ = contents.shift;
     // Other memory above the size is not in Residence::ahead: fallocate(2) may have asked for it.
     here_->device->releases().list_trimmable(this, owner());

@@ -85,16 +85,15 @@ Result<std::shared_ptr<Residence>> ExtentBuffer::move_to(const std::shared_ptr<D
   const auto copy = std::make_shared<ExtentBuffer>(target);
   copy->here_ = std::make_shared<Residence>(target, std::move(payers));
   TRY(copy->become_copy_of(*this));
-  const Snapshot& made = *copy->snapshot_;
-  std::shared_ptr<Residence> left = enter(
-      copy->here_, std::make_shared<Snapshot>(*this, target, made.range, made.memory, made.extents, made.placement));
+  std::shared_ptr<Residence> left =
+      enter(copy->here_, std::make_shared<Snapshot>(*this, snapshot_->placement, copy->own(), copy->here_.get()));
   if (left == nullptr) return is_being_written();
   return left;
 }
 
 Status ExtentBuffer::become_copy_of(ExtentBuffer& source) {
   const std::uint64_t size = source.size();
-  replace(make_empty_snapshot(source.placement()));
+  replace(std::make_shared<Snapshot>(*this, source.placement()));
   overwritten_ = true;
   observe::ScopedOperationCount taken(source.here_->device->counters(), observe::Backend::kDeviceCopy,
                                       observe::Flow::kFromDevice);

@@ -84,7 +84,7 @@ Status ExtentBuffer::run_shift() {
     }
     TRY(device.copy_within(base + to + offset, kept, bytes));
   }
-  auto next = std::make_shared<const Snapshot>(*this, here_->device, here_->range, snapshot_->memory, extents, to);
+  auto next = std::make_shared<const Snapshot>(*this, to, extents, here_.get());
   {
     const std::lock_guard lock(state_mutex_);
     snapshot_.swap(next);
@@ -120,7 +120,7 @@ void ExtentBuffer::take_placement(const Buffer& source) {
   if (slabs != nullptr && source.size() <= slabs->largest()) return;  // the file will be in a slot
   const std::unique_lock mutation = lock_mutation(Wait::kForbidden);
   if (!mutation || size() != 0 || here_->memory != nullptr || snapshot_->slot != nullptr) return;
-  if (placement != snapshot_->placement) replace(make_empty_snapshot(placement));
+  if (placement != snapshot_->placement) replace(std::make_shared<Snapshot>(*this, placement));
 }
 
 }  // namespace gpufs
