@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import stat
-import time
 from pathlib import Path
 
 import pytest
@@ -254,26 +253,6 @@ def test_a_name_that_is_the_copy_itself_has_one_source(root: Path, tmp_path: Pat
     given = [word.replace("#", f"{tmp_path}/source/").replace("@", str(root)) for word in words]
     assert copy_here(["-T", *given]) == 2
     assert os.listdir(root) == []
-
-
-def test_update_copies_what_has_changed(root: Path, tmp_path: Path) -> None:
-    source, copy = tmp_path / "model", root / "model"
-    make_model(source)
-    assert counts("-rTu", source, copy) == (8, 0)
-    assert counts("-rTu", source, copy) == (0, 8)
-    later = time.time() + 60
-    os.utime(source / "a.safetensors", (later, later))
-    (source / "c.bin").write_text("another size")
-    os.utime(source / "c.bin", (0, 0))  # older, but not what was copied
-    assert counts("-rTu", source, copy) == (2, 6)
-    assert (copy / "c.bin").read_text() == "another size"
-    os.utime(source / "c.bin", (9, 9))
-    (source / "c.bin").write_text("another SIZE")
-    os.utime(source / "c.bin", (8, 8))  # older, and of equal size
-    assert counts("-rTu", source, copy) == (1, 7)
-    assert (copy / "c.bin").read_text() == "another SIZE"
-    assert counts("-aTu", source, root / "kept") == (8, 0)
-    assert counts("-aTu", source, root / "kept") == (0, 8)
 
 
 def test_a_dry_run_changes_nothing(root: Path, tmp_path: Path) -> None:

@@ -135,23 +135,6 @@ def test_checksum(root: Path, source: Path) -> None:
 # ---- whether a copy is the same ----
 
 
-def rewrite(path: Path, content: bytes, seconds: float) -> None:
-    path.write_bytes(content)
-    os.utime(path, ns=(int(seconds * 10**9),) * 2)
-
-
-@pytest.mark.parametrize("words", [("sync",), ("cp", "-rTu")], ids=["sync", "cp -u"])
-@pytest.mark.parametrize("times", [(2000, 1000), (1000.25, 1000.75)], ids=["older", "within a second"])
-def test_equal_sizes_do_not_make_equal_files(root: Path, host: Path, words: list[str], times: list[float]) -> None:
-    """Two checkpoints have equal sizes, and the one that is wanted may be the older one."""
-    (host / "source").mkdir()
-    for content, seconds in zip((b"one", b"two"), times, strict=True):
-        rewrite(host / "source/model", content, seconds)
-        gpufs_here(*words, host / "source", root / "copy")
-        assert (root / "copy/model").read_bytes() == content
-        assert json.loads(gpufs_here(*words, "--json", host / "source", root / "copy").stdout)["files"] == 0
-
-
 def test_a_change_right_after_a_copy_is_seen(root: Path, host: Path) -> None:
     """Of files that were written at this moment, the time may stay the same with the next write."""
     (host / "source").mkdir()
