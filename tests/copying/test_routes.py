@@ -35,8 +35,8 @@ PAGE = (REPOSITORY / "docs/design/routes.md").read_text()
 TABLE = re.findall(r"^\|.*", PAGE[PAGE.index("| Route") : PAGE.index("| Property")], re.M)
 HEAD, _, *ROWS = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in TABLE]
 SIZE = 3 * MIB + 5
-LARGE = 32 * MIB
-SPACE = 48 * MIB  # where copies go
+LARGE = 20 * MIB  # an upload of several parts
+SPACE = 48 * MIB  # where copies go: for two versions, which a restore needs
 
 
 def on_all(property_: str) -> pytest.MarkDecorator:

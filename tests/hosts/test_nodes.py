@@ -131,28 +131,17 @@ def test_between_network_namespaces(mount: Mounter) -> None:
 
 
 def test_a_tree(root: Path, host: Path, remote: tuple[str, ...]) -> None:
-    """Modes, times, links, empty directories and names that are not text, in both directions."""
-    tree = host / "tree"
-    (tree / "empty").mkdir(parents=True)
-    (tree / "deep" / "deeper").mkdir(parents=True)
-    (tree / "deep" / "deeper" / "file").write_bytes(noise(3))
-    (tree / "deep" / "link").symlink_to("deeper/file")
-    (Path(os.fsdecode(os.fsencode(tree) + b"/\xff name"))).write_bytes(b"x")
-    (tree / "empty").chmod(0o555)
-    (tree / "deep" / "deeper" / "file").chmod(0o640)
-    os.utime(tree / "deep" / "deeper" / "file", (1, 2))
-    gpufs_here("cp", *remote, "-a", tree, f"node:{root}/copy")
-    gpufs_here("cp", *remote, "-a", f"node:{root}/copy/", host)  # into a directory: under its own name
-    for copy in (root / "copy", host / "copy"):
-        assert left(copy) == left(tree)
-        assert (copy / "empty").stat().st_mode & 0o777 == 0o555
-        assert os.readlink(copy / "deep" / "link") == "deeper/file"
-        status = (copy / "deep" / "deeper" / "file").stat()
-        assert (status.st_mode & 0o777, status.st_mtime, status.st_size) == (0o640, 2, 3)
-    gpufs_here("cp", *remote, "-rL", tree / "deep", f"node:{root}")
-    assert not (root / "deep" / "link").is_symlink()
+    """Into a directory it gets its own name, and -L copies the files of links."""
+    (host / "tree").mkdir()
+    (host / "tree/file").write_bytes(b"x")
+    (host / "tree/link").symlink_to("file")
+    gpufs_here("cp", *remote, "-a", host / "tree", f"node:{root}/copy")
+    gpufs_here("cp", *remote, "-a", f"node:{root}/copy/", host)
+    assert os.readlink(host / "copy/link") == "file"
+    gpufs_here("cp", *remote, "-rL", host / "tree", f"node:{root}")
+    assert not (root / "tree/link").is_symlink()
     assert "is a directory (-r copies it)" in refused_here(*remote, f"node:{root}/copy", host / "none")
-    assert "is a directory (-r copies it)" in refused_here(*remote, tree, f"node:{root}/none")
+    assert "is a directory (-r copies it)" in refused_here(*remote, host / "tree", f"node:{root}/none")
 
 
 def test_existing_files(root: Path, host: Path, remote: tuple[str, ...]) -> None:
