@@ -315,17 +315,19 @@ def _digests(top: Path) -> dict[str, str]:
     return found
 
 
-def play(root: Path, host: Path, seed: int, rounds: int) -> str:
+def play(root: Path, host: Path, seed: int, rounds: int, *, kill: bool = True) -> str:
     """Go through so many rounds with one tree, then kill a copy of it. Return what became of that."""
     trees = Trees(list(ROUTES)[seed % len(ROUTES)], seed, root, host)
     try:
         for _ in range(rounds):
             trees.round()
+        if not kill:
+            return ""
         outcome = trees.killed()
         trees.after_kill()
+        return outcome
     finally:
         trees.remove()
-    return outcome
 
 
 def synced(place: Place) -> str:
