@@ -8,7 +8,7 @@ from functools import partial
 
 from support.mounting import Session
 
-from campaigns import programs, twins, versions
+from campaigns import copies, programs, twins, versions
 from campaigns.harness import Campaign, run_campaign
 
 CAMPAIGNS: dict[str, Campaign] = {
@@ -23,6 +23,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "daemons-killed": partial(programs.killed_daemons, hold=False),
     "daemons-killed-held": partial(programs.killed_daemons, hold=True),
     "versions": versions.followed,
+    "copies": copies.synced,
     "fuzz": programs.attacked,
     "stress-ng": programs.stress_ng,
 }

@@ -54,15 +54,6 @@ def refused(needed: str, free_on: str, *words: str | Path) -> subprocess.Complet
     return done
 
 
-def test_what_does_not_fit_changes_nothing(small: GpufsMount, tree: Path) -> None:
-    refused("60.0 MiB", "gpu0", "-r", tree, small.device)
-    assert os.listdir(small.device) == []
-    (tree / "large").write_bytes(noise(40 * MIB))
-    (small.device / "there").write_bytes(b"precious")
-    refused("40.0 MiB", "gpu0", tree / "large", small.device / "there")
-    assert (small.device / "there").read_bytes() == b"precious"
-
-
 def test_small_files_take_whole_granules(small: GpufsMount, host: Path) -> None:
     """What the device would hold is counted, not bytes: 20 files of 150 KiB take 40 MiB, and 400 of 20 KiB 12.5."""
     for folder, count, size in (("medium", 20, 150), ("small", 400, 20)):

@@ -404,15 +404,6 @@ def test_content_that_may_change_under_one_version(root: Path, web: WebServer, h
     assert (root / "second").read_bytes() in (old, new)
 
 
-def test_a_signal_leaves_nothing(root: Path, web: WebServer) -> None:
-    with start_held(web, root) as child:
-        child.send_signal(signal.SIGINT)
-        _, text = child.communicate(timeout=PATIENCE)
-    assert child.returncode == -signal.SIGINT
-    assert "interrupted: nothing is left" in text
-    assert left(root) == []
-
-
 @pytest.mark.parametrize("threads", [0, 1])
 def test_a_limit_of_threads(root: Path, web: WebServer, tmp_path: Path, threads: int) -> None:
     """One is enough for a copy. Without any it fails, and leaves nothing."""
