@@ -227,7 +227,7 @@ for number in itertools.count(int(sys.argv[3])):
 """
 
 
-def campaign(models: Path, place: Survivor, versions: int, seed: int) -> None:
+def campaign(models: Path, place: Survivor, versions: int, seed: int, life: float = 3) -> None:
     """Versions beside two followers, with kills of publisher and daemon: none is torn between files."""
     dice = random.Random(seed)
     current, new = write(models / "policy", 1), models / "new"
@@ -240,8 +240,8 @@ def campaign(models: Path, place: Survivor, versions: int, seed: int) -> None:
             try:
                 assert publisher.stdout is not None
                 assert publisher.stdout.readline() == "ready\n"
-                end = time.monotonic() + dice.uniform(0.5, 3)
-                kill_daemon = time.monotonic() + dice.uniform(0.2, 6)
+                end = time.monotonic() + dice.uniform(0.5, life)
+                kill_daemon = time.monotonic() + dice.uniform(0.2, 2 * life)
                 while time.monotonic() < end:
                     if time.monotonic() > kill_daemon:
                         place.kill()
@@ -267,4 +267,4 @@ def test_no_version_is_torn_between_files(models: Path, place: Survivor) -> None
 
 @pytest.mark.slow
 def test_a_thousand_versions_of_a_model_of_several_files(models: Path, place: Survivor) -> None:
-    campaign(models, place, versions=1000, seed=2)
+    campaign(models, place, versions=1000, seed=2, life=20)
