@@ -32,7 +32,7 @@ namespace gpufs::journal {
 
 class Journal {
  public:
-  // A journal of another format is refused.
+  // A journal of another format is refused. It also stands for what the control plane keeps of clients beside it.
   static constexpr std::uint32_t kFormat = 5;
   // The most that one value may have.
   static constexpr std::size_t kMaximumBytes = (std::size_t{16} << 20) - 64;
