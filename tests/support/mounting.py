@@ -19,7 +19,7 @@ from typing import Any
 
 from gpufs.mounting import mounts
 from support import watchdog
-from support.data import GIB, MIB
+from support.data import GIB, MIB, remove_tree
 from support.processes import NOBODY, PATIENCE, PATIENT, SESSION_VARIABLE, stop_process, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -262,6 +262,18 @@ class GpufsMount:
                 self.unmount()
         finally:
             self.rescue()
+
+    def empty(self) -> None:
+        """Remove all files, and wait until their memory is free."""
+        for device in self.path.glob("gpu*"):
+            for path in device.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    remove_tree(path)
+                else:
+                    path.unlink()
+        wait_until(
+            lambda: not any(device["held_bytes"] for device in self.status()["devices"]), 20, "all memory to be free"
+        )
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the daemon. After SIGSTOP it takes no request any more."""
