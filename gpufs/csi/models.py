@@ -141,10 +141,7 @@ class Models:
 
     @contextmanager
     def _folder(self, device: str, *, create: bool = False) -> Iterator[int]:
-        """Open the directory of models on a device. CallError UNAVAILABLE if there is none.
-
-        ``create``: make it first, unless there is something under its name.
-        """
+        """Open the directory of models on a device; ``create`` makes it first. CallError UNAVAILABLE without one."""
         with self._root() as root:
             if (above := _open(root, device)) is not None:
                 with closed_after(above):
@@ -254,10 +251,7 @@ class Models:
 
     def _lock_of(self, device: str, name: str) -> threading.Lock:
         with self._lock:
-            lock = self._locks.get((device, name))
-            if lock is None:
-                lock = self._locks[device, name] = threading.Lock()
-            return lock
+            return self._locks.setdefault((device, name), threading.Lock())
 
     # ---- fetching ----
 

@@ -63,11 +63,11 @@ def backed(session: Session, driver: str) -> Iterator[tuple[GpufsMount, Path, Pa
 @pytest.fixture
 def disk(backed: tuple[GpufsMount, Path, Path]) -> Iterator[Place]:
     mount, there, _ = backed
-    mount.complaints()
+    mount.complaints(wait=False)
     yield Place(mount, "disk", there)
     for path in mount.device.iterdir():
         path.unlink()
-    assert not mount.complaints()
+    assert not mount.complaints(wait=False)
 
 
 @pytest.fixture

@@ -99,12 +99,12 @@ def places(session: Session, driver: str) -> Iterator[tuple[GpufsMount, Path, Pa
 def host(request: pytest.FixtureRequest, places: tuple[GpufsMount, Path, Path]) -> Iterator[Path]:
     """A directory of the host; both its files and the mount's go with the test."""
     mount, *hosts = places
-    mount.complaints()
+    mount.complaints(wait=False)
     yield hosts[request.param == "memory"]
     for folder in (mount.device, *hosts):
         for path in folder.iterdir():
             path.unlink()
-    assert not mount.complaints()
+    assert not mount.complaints(wait=False)
 
 
 def shown(mount: GpufsMount, path: Path) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.cli import gpufs, gpufs_here
 from support.data import MIB, assert_same, noise
-from support.mounting import GpufsMount, Mounter
+from support.mounting import GpufsMount, Session
 from support.processes import run
 
 from gpufs.client import CopyError, copy
@@ -20,9 +20,16 @@ from gpufs.client import CopyError, copy
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 
 
+@pytest.fixture(scope="module")
+def _small(session: Session, driver: str) -> Iterator[GpufsMount]:
+    with GpufsMount(session, driver=driver, memory=32 * MIB) as mount:
+        yield mount
+
+
 @pytest.fixture
-def small(mount: Mounter) -> GpufsMount:
-    return mount(memory=32 * MIB)
+def small(_small: GpufsMount) -> Iterator[GpufsMount]:
+    yield _small
+    _small.empty()
 
 
 @pytest.fixture

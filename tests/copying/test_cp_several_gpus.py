@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from support.cli import gpufs_here
 from support.copying import wait_for_no_copies
 from support.data import MIB, assert_same, noise
 from support.hanging import HangingMount
-from support.mounting import GpufsMount, Mounter
+from support.mounting import GpufsMount, Mounter, Session
 from support.processes import run
 
 from gpufs.client import Cancellation, CopyProgress, CopyResult, copy_files
@@ -23,9 +24,16 @@ from gpufs.client import Cancellation, CopyProgress, CopyResult, copy_files
 SIZE = 9 * MIB + 5
 
 
+@pytest.fixture(scope="module")
+def _three(session: Session, driver: str) -> Iterator[GpufsMount]:
+    with GpufsMount(session, driver=driver, devices=3, memory=64 * MIB) as mount:
+        yield mount
+
+
 @pytest.fixture
-def three(mount: Mounter) -> GpufsMount:
-    return mount(devices=3, memory=64 * MIB)
+def three(_three: GpufsMount) -> Iterator[GpufsMount]:
+    yield _three
+    _three.empty()
 
 
 @pytest.fixture

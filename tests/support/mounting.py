@@ -19,7 +19,7 @@ from typing import Any
 
 from gpufs.mounting import mounts
 from support import watchdog
-from support.data import GIB, MIB
+from support.data import GIB, MIB, remove_tree
 from support.processes import NOBODY, PATIENCE, PATIENT, SESSION_VARIABLE, stop_process, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -202,11 +202,14 @@ class GpufsMount:
             lambda: self.log.exists() and text in self.log.read_text(errors="replace"), 5, f"{text!r} in the log"
         )
 
-    def complaints(self) -> list[str]:
-        """The log's warnings and errors, whole, since this was last asked. What was logged just now may still come."""
+    def complaints(self, *, wait: bool = True) -> list[str]:
+        """The log's warnings and errors, whole, since this was last asked. What was logged just now may still come.
+
+        wait: for that also where nothing has been logged since.
+        """
         if not self.log.exists():
             return []
-        size = -1
+        size = -1 if wait else self._checked_log
         while size != (size := self.log.stat().st_size):  # the daemon writes its log behind what it does
             time.sleep(0.05)
         with open(self.log, errors="replace") as log:
@@ -260,6 +263,18 @@ class GpufsMount:
         finally:
             self.rescue()
 
+    def empty(self) -> None:
+        """Remove all files, and wait until their memory is free."""
+        for device in self.path.glob("gpu*"):
+            for path in device.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    remove_tree(path)
+                else:
+                    path.unlink()
+        wait_until(
+            lambda: not any(device["held_bytes"] for device in self.status()["devices"]), 20, "all memory to be free"
+        )
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the daemon. After SIGSTOP it takes no request any more."""
         if number == signal.SIGSTOP:
@@ -308,7 +323,7 @@ class SharedMount:
             mount.rescue()
             self._mount = None
             raise AssertionError(f"the mount did not survive the test\n{words}")
-        complaints = mount.complaints()
+        complaints = mount.complaints(wait=False)  # what comes later is found after the next test
         assert not complaints, "the daemon logged:\n" + "\n".join(complaints)
 
     def close(self) -> None:
