@@ -164,7 +164,7 @@ Status ExtentBuffer::copy_data(Buffer& source, std::uint64_t source_offset, std:
       pinned = TRY(source.pin_for_read(source_offset, bytes, wait));
       {
         const std::lock_guard lock(state_mutex_);
-        if (try_write_locked(offset, offset + bytes, &target)) break;
+        if (at_home() && try_write_locked(offset, offset + bytes, &target)) break;
       }
       // Waits without the pin.
       pinned = {};

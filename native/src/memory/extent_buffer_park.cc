@@ -103,6 +103,7 @@ Status ExtentBuffer::become_copy_of(ExtentBuffer& source) {
     taken.advance(copied);
     given.advance(copied);
   }));
+  if (copied != size) return Status(EIO, "the file became shorter while it was moved");
   taken.done(copied);
   given.done(copied);
   const std::lock_guard mutation(mutation_mutex_);
