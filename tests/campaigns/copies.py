@@ -6,6 +6,7 @@ in docs/cp.md, and does not occur here.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -338,6 +339,7 @@ def synced(place: Place) -> str:
     first, count = (random.SystemRandom().randrange(1 << 30), 12 if place.quick else 200)
     for seed in range(first - 12, first):  # what the first copies load and start stays
         play(place.root, place.host, seed, 1)
+    gc.collect()
     before = Snapshot.of(os.getpid())
     outcomes: Counter[str] = Counter()
     failures = 0
@@ -349,6 +351,7 @@ def synced(place: Place) -> str:
             print(f"campaign copies: {error}", flush=True)
 
     def is_settled() -> bool:
+        gc.collect()  # the cancellation of a copy has a descriptor, and is in a circle
         now = Snapshot.of(os.getpid())
         return now.descriptors <= before.descriptors and now.threads <= before.threads
 
