@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import trio
 
@@ -162,6 +162,8 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # until the interpreter has ended
     log.info("the mount at %s has ended", request.mountpoint)
+    with suppress(OSError):  # a launcher that still waits, and may have gone
+        answer.send({"error": errno.ECANCELED, "message": f"the mount has ended at once: {serving.end}"})
 
 
 @contextmanager
@@ -214,13 +216,13 @@ def _watch(process: int | None, parts: ExitStack) -> int:
 
 
 def _note_signals() -> list[int]:
-    """Block the signals that end the mount. The list gets those that arrive all the same.
+    """Block the signals that end the mount, and that of `gpufs restart`. The list gets those that end it all the same.
 
     A vendor library's threads may receive them. And while the mount ends, another signal must not end the process
     before everything is taken apart.
     """
     early: list[int] = []
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR2))
     for number in SIGNALS:
         signal.signal(number, lambda arrived, _: early.append(arrived))
     return early

@@ -77,7 +77,8 @@ class Serving:
     history: takeover.History
     kept: Kept  # what that daemon's clients had, which the service takes over; or where that of this daemon is kept
     service: Service | None = field(default=None, init=False)
-    answered: bool = field(default=False, init=False)  # the launcher has been told that the mount works
+    end: str = field(default="it has been unmounted", init=False)  # why the mount has ended
+    _answered: trio.Event = field(default_factory=trio.Event, init=False)  # the launcher knows that the mount works
     _manager: environment.ServiceManager = field(default_factory=environment.ServiceManager, init=False)
     _copies: trio.CancelScope = field(default_factory=trio.CancelScope, init=False)
     _copies_ended: trio.Event = field(default_factory=trio.Event, init=False)
@@ -147,7 +148,7 @@ class Serving:
         The clients' tasks must not be cancelled before, which would end their leases.
         """
         # A mount that is taken over is kept even before the first answer.
-        if (self.answered or self.died is not None) and self.keeper is not None and self.obstacle() is None:
+        if (self._answered.is_set() or self.died is not None) and self.keeper is not None and self.obstacle() is None:
             log.critical("the daemon has failed: another one takes over", exc_info=True)
             if (failure := sys.exception()) is not None:
                 self.keeper.fails(f"it has failed: {takeover.reason_of(failure)}")
@@ -156,7 +157,7 @@ class Serving:
     async def _provide_for_next(self) -> None:
         """Have the keeper start another daemon only while the mount survives this one. Hand over if a context fails."""
         assert self.keeper is not None
-        if not self.answered:
+        if not self._answered.is_set():
             return
         await self._instruct_keeper()
         survives = self._instructed
@@ -203,7 +204,10 @@ class Serving:
     async def _watch_restart(self) -> None:
         """End this process at SIGUSR2, which `gpufs restart` sends, so that another one takes over."""
         with trio.open_signal_receiver(signal.SIGUSR2) as arriving:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2,))
             async for _ in arriving:
+                if self.died is None:
+                    await self._answered.wait()  # a launcher waits for this very process
                 if self.keeper is None or (obstacle := self.obstacle()) is not None:
                     log.warning("cannot restart: the mount does not survive its daemon: %s", obstacle)
                     continue
@@ -303,7 +307,7 @@ class Serving:
         await threads.run(functools.partial(self.mount.await_answer, path), abandon_on_cancel=True)
 
     def _has_answered(self) -> None:
-        self.answered = True
+        self._answered.set()
         self.answers()
         if self.keeper is not None:
             self.keeper.note(MessageKind.SERVES)
@@ -344,6 +348,7 @@ class Serving:
     async def _end(self, why: str) -> None:
         """Cancel running copies, unmount, and end the loop that answers requests."""
         log.info("%s: the mount ends", why)
+        self.end = why
         self._ending = True
         await self._manager.notify(f"STOPPING=1\nSTATUS=unmounts {printable(self.request.mountpoint)}")
         self._copies.cancel()

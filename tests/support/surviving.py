@@ -86,12 +86,13 @@ def mounted(
     words += ["--memory", memory] if memory else []
     words += ["--devices", "1"] if driver == "host" else []
     command = [*launcher, *GPUFS, "mount", str(path), *words, *options]
-    run(*command, env={**os.environ, **(environment or {})})
     try:
-        yield Survivor(path)
+        run(*command, env={**os.environ, **(environment or {})})
+        try:
+            yield Survivor(path)
+        finally:
+            gpufs("umount", "--force", path)
     except BaseException as error:
         with suppress(OSError):
             error.add_note(f"--- log\n{path.with_name('log').read_text(errors='replace')[-6000:]}")
         raise
-    finally:
-        gpufs("umount", "--force", path)

@@ -25,7 +25,7 @@ def processes_of(path: Path) -> dict[int, str]:
         with suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
             if os.fsencode(path) in words:
-                found[int(folder.name)] = words[0].decode() + " " + b" ".join(words[1:3]).decode()
+                found[int(folder.name)] = words[0].decode() + " " + b" ".join(words[1:4]).decode()
     return found
 
 
@@ -44,7 +44,7 @@ def test_a_death_while_it_is_mounted(tmp_path: Path, rounds: int) -> None:
             [*GPUFS, *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         ) as command:
             try:
-                daemon = wait_until(lambda: daemon_of(path) or command.poll() is not None, PATIENCE, "the daemon")  # noqa: B023
+                daemon = wait_until(lambda: daemon_of(path), PATIENCE, "the daemon")  # noqa: B023
                 time.sleep(chance.uniform(0, 0.5))
                 with suppress(ProcessLookupError):
                     os.kill(daemon, signal.SIGKILL)
@@ -59,3 +59,20 @@ def test_a_death_while_it_is_mounted(tmp_path: Path, rounds: int) -> None:
                 command.kill()
                 gpufs("umount", "--force", path, check=False)
         wait_until(lambda: not processes_of(path), PATIENCE, "the mount's processes to end")  # noqa: B023
+
+
+def test_a_restart_while_it_is_mounted(tmp_path: Path) -> None:
+    """The daemon left before it had told `gpufs mount` that the mount works, which ended it then."""
+    words = ["mount", str(tmp_path), "--driver", "host", "--memory", "64M", "--devices", "1"]
+    with subprocess.Popen([*GPUFS, *words], stderr=subprocess.PIPE, text=True) as command:
+        try:
+            wait_until((tmp_path / "gpu0").exists, PATIENCE, "the mount")
+            former = wait_until(lambda: daemon_of(tmp_path), PATIENCE, "the daemon")
+            os.kill(former, signal.SIGUSR2)
+            _, said = command.communicate(timeout=PATIENCE)
+            assert command.returncode == 0, said
+            wait_until(lambda: daemon_of(tmp_path) not in (0, former), PATIENCE, "another daemon")
+            (tmp_path / "gpu0/file").write_bytes(b"1")
+        finally:
+            command.kill()
+            gpufs("umount", "--force", tmp_path, check=False)
