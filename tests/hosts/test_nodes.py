@@ -140,8 +140,8 @@ def test_a_tree(root: Path, host: Path, remote: tuple[str, ...]) -> None:
     assert os.readlink(host / "copy/link") == "file"
     gpufs_here("cp", *remote, "-rL", host / "tree", f"node:{root}")
     assert not (root / "tree/link").is_symlink()
-    assert "is a directory (-r copies it)" in refused_here(*remote, f"node:{root}/copy", host / "none")
-    assert "is a directory (-r copies it)" in refused_here(*remote, host / "tree", f"node:{root}/none")
+    assert "is a directory" in refused_here(*remote, f"node:{root}/copy", host / "none")
+    assert "is a directory" in refused_here(*remote, host / "tree", f"node:{root}/none")
 
 
 def test_existing_files(root: Path, host: Path, remote: tuple[str, ...]) -> None:

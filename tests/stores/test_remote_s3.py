@@ -90,7 +90,7 @@ def test_directories(root: Path, s3: S3) -> None:
         assert left(root / directory) == ["config.json", "parts"]
         assert (root / directory / "parts" / "1").read_bytes() == b"one"
         assert (root / directory / "parts" / "2").read_bytes() == b""
-    assert "is a directory (-r copies it)" in refused_here("s3://models/m", root)
+    assert "is a directory" in refused_here("s3://models/m", root)
     assert "directory" in refused_here("-T", root / "new/config.json", "s3://models/copy/")
     assert "directory" in refused_here("-T", "s3://models/m/config.json", root / "both")
     gpufs_here("cp", "-r", "--dry-run", root / "new", "s3://models/copy")
