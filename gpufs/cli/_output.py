@@ -2,7 +2,6 @@
 
 import os
 import pwd
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -98,6 +97,8 @@ def table_lines(
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     shown = [*range(len(headers))]
     if sys.stdout.isatty():
+        import shutil  # most commands draw no table
+
         most = shutil.get_terminal_size().columns + len(_GAP)
         for name in optional:
             if name in headers and sum(widths[index] + len(_GAP) for index in shown) > most:
