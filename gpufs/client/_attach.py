@@ -145,11 +145,9 @@ class Attachment:
             return any(follower.take_newest() for follower in list(self.followers)[:1])  # for all of them
 
     def _find_version(self, path: str, check: Callable[[Attachment, int], object]) -> _Version | None:
-        """Lease the file that a name leads to now. None if it is this file, or there is none."""
+        """Lease the file that a name leads to now. None if it is this file."""
         try:
             fd, mounts = _open_file(path, self.mode)
-        except FileNotFoundError:
-            return None
         except OSError as error:
             error.filename = self.path
             raise
@@ -255,8 +253,8 @@ def take_versions(
 
     All of them or none: a failure leaves everything as it is, unless its text says otherwise. What sleeps is awake
     afterwards. ``check`` gets an open descriptor of each new file and returns its layout; what it raises refuses the
-    version, and so does what ``check_all`` raises once all are leased. False if nothing is newer. The caller holds
-    ``following``.
+    version, and so does what ``check_all`` raises once all are leased. False if nothing is newer. FileNotFoundError if
+    a name leads to nothing. The caller holds ``following``.
     """
     versions: list[_Version] = []
     unmapped: list[Attachment] = []

@@ -182,10 +182,12 @@ class Follower(Closing):
                 if follower._check is not None and follower.is_whole:
                     follower._check()
             with as_failure_of_mount(self.path):
-                if len(files) == 1:
-                    is_newer = take_versions([(files[0], files[0].path)], check)
-                else:
-                    is_newer = self._take_directory(files, followers, check)
+                is_newer = False
+                with suppress(FileNotFoundError):  # the name is gone
+                    if len(files) == 1:
+                        is_newer = take_versions([(files[0], files[0].path)], check)
+                    else:
+                        is_newer = self._take_directory(files, followers, check)
                 if not is_newer:
                     return None
             failures = {}
@@ -226,12 +228,14 @@ class Follower(Closing):
                 try:
                     try:
                         whole._check_names(directory)
+                        _check_all_there(directory, files)
                         _check_not_alone(directory, state, files)
-                    except ValueError:
+                        named = [(each, _below(directory, each)) for each in files]
+                        is_newer = take_versions(named, check, check_still)
+                    except (ValueError, FileNotFoundError):
                         check_still()
                         raise
-                    is_newer = take_versions([(each, _below(directory, each)) for each in files], check, check_still)
-                except (_MovedError, FileNotFoundError):
+                except _MovedError:
                     continue
                 for each in files:
                     each.directory = state
@@ -309,6 +313,13 @@ def _opened(directory: str) -> Iterator[int]:
 def _below(directory: int, attachment: Attachment) -> str:
     """Return a path of a file's name in an open directory."""
     return f"{path_of(directory)}/{os.path.basename(attachment.path)}"
+
+
+def _check_all_there(directory: int, files: Sequence[Attachment]) -> None:
+    """Raise ValueError if a file is missing in the directory: what is there alone would be a part of a version."""
+    missing = sorted({os.path.basename(each.path) for each in files} - set(os.listdir(path_of(directory))))
+    if missing:
+        raise ValueError(f"{os.path.dirname(files[0].path)}: the new version has no {missing[0]}: complete it first")
 
 
 def _check_not_alone(directory: int, state: tuple[int, int, int, int], files: Sequence[Attachment]) -> None:

@@ -167,6 +167,14 @@ def test_other_versions_are_refused_before_anything_changes(models: Path, place:
     with pytest.raises(OSError) as missing:
         gpufs.replace(new, current)
     assert (missing.value.errno, missing.value.filename) == (ENOENT, str(new / name_of(1)))
+    current.rename(models / "old")
+    new.rename(current)
+    with pytest.raises(ValueError, match=name_of(1)):
+        follower.update()
+    assert (follower.version, set(model())) == (0, {1.0})
+    current.rename(new)
+    assert not follower.update()  # the name is gone
+    (models / "old").rename(current)
     (new / name_of(1)).symlink_to(current / name_of(1))
     assert errno_of(gpufs.replace, new, current) == EINVAL
     outside = write(tmp_path / "outside", 2)
