@@ -33,6 +33,7 @@ from support.csi import (
     field,
     fields,
     pod_words,
+    unless_it_dies,
 )
 from support.data import KIB, MIB, assert_same, noise
 from support.processes import NOBODY, run, wait_until
@@ -477,16 +478,7 @@ def test_kills(node: Node, kills: int) -> None:
                 kubelet.end(signal.SIGKILL)
                 kubelet.start()
 
-        def act(action: partial[Any] = action) -> None:
-            try:
-                action()
-            except Refused as error:
-                if error.code not in ("ABORTED", "UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED"):
-                    raise
-            except ValueError:
-                pass  # this client's channel was closed with the plug-in
-
-        failures = [one for one in at_once(act, kill) if isinstance(one, Exception)]
+        failures = [one for one in at_once(partial(unless_it_dies, action), kill) if isinstance(one, Exception)]
         assert not failures, failures
         kubelet.until(action)
         for pod, model in pods.items():

@@ -29,7 +29,7 @@ pytest.importorskip("grpc")
 
 from support.cli import gpufs
 from support.containers import UPGRADED, image_roots, remove_containers, words_of
-from support.csi import BIDIRECTIONAL, HOST_TO_CONTAINER, Kubelet, Refused, at_once, fields
+from support.csi import BIDIRECTIONAL, HOST_TO_CONTAINER, Kubelet, at_once, fields, unless_it_dies
 from support.data import MIB, noise
 from support.mounting import GPUFS, REPOSITORY
 from support.processes import PATIENCE, run, wait_until
@@ -282,15 +282,6 @@ class _Killer:
         change = partial(node.kubelet.unpublish, name) if self._other else partial(node.kubelet.publish, name, source)
         began = 0.0
 
-        def act() -> None:
-            try:
-                change()
-            except Refused as error:
-                if error.code not in ("ABORTED", "UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED"):
-                    raise
-            except ValueError:
-                pass  # this client's channel was closed with the plug-in
-
         def kill() -> None:
             nonlocal began
             time.sleep(delay)
@@ -309,7 +300,7 @@ class _Killer:
                     assert answer[1] in ("ENOTCONN", "ECONNABORTED")
                     self.errors[answer[1]] += 1
 
-        failures = [one for one in at_once(act, kill, read) if isinstance(one, Exception)]
+        failures = [one for one in at_once(partial(unless_it_dies, change), kill, read) if isinstance(one, Exception)]
         assert not failures, (victim, failures)
         node.kubelet.until(change)
         self._other = not self._other

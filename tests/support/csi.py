@@ -13,7 +13,7 @@ import signal
 import ssl
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,17 @@ class Refused(Exception):
     def __init__(self, error: grpc.RpcError) -> None:
         self.code = error.code().name
         super().__init__(f"{self.code}: {error.details()}")
+
+
+def unless_it_dies(call: Callable[[], object]) -> None:
+    """Makes a call to a plug-in that may be killed meanwhile: it may fail as such calls do."""
+    try:
+        call()
+    except Refused as error:
+        if error.code not in ("ABORTED", "UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED"):
+            raise
+    except ValueError:
+        pass  # this client's channel was closed with the plug-in
 
 
 class Kubelet:
