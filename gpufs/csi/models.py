@@ -413,7 +413,7 @@ def _open_folder(above: int) -> int | None:
     status = os.fstat(fd)
     is_ours = (status.st_uid, status.st_dev) == (0, os.fstat(above).st_dev)
     if is_ours and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        if stat.S_IMODE(status.st_mode) != 0o700:  # of an administrator, who has set a limit
+        if stat.S_IMODE(status.st_mode) != 0o700:  # an administrator made it, to set a limit
             os.fchmod(fd, 0o700)  # after which the kernel asks for the name again, though the mount may be dead
         return fd
     os.close(fd)
