@@ -46,6 +46,7 @@ def main() -> None:
         try:
             llm.update_weights({"update_info": {"path": path}})
         except Exception as error:  # noqa: BLE001  its text is the answer
+            llm.finish_weight_update()  # of nothing
             return {"error": str(error)}
         prepared = time.perf_counter()
         llm.finish_weight_update()
