@@ -41,25 +41,33 @@ from campaigns.servers import device_used, make_server, scratch
 
 PATIENCE = 600.0
 
-# Writes version argv[3] of the model argv[1] as the checkpoint argv[2]: the weights of each are different ones.
+# Holds the model argv[1], and writes a version for each line of standard input, a number and a directory: the weights of
+# each are different ones.
 TRAIN = """
-import json, os, shutil, sys
+import os, shutil, sys
 import torch, gpufs.torch
 from safetensors.torch import load_file
-source, target, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+source = sys.argv[1]
 device = "cuda" if torch.cuda.is_available() else "cpu"
-os.mkdir(target)
-shutil.copy(os.path.join(source, "config.json"), target)
-torch.manual_seed(number)
-tensors = {}
+base = {}
 for file in sorted(os.listdir(source)):
     if file.endswith(".safetensors"):
-        tensors.update(load_file(os.path.join(source, file), device=device))
-for name, tensor in tensors.items():
-    tensor.mul_(1 + 0.2 * torch.rand((), device=device))
-    if tensor.ndim > 1:
-        tensor.copy_(tensor[torch.randperm(len(tensor), device=device)] if "proj" in name else tensor)
-gpufs.torch.publish(tensors, os.path.join(target, "model.safetensors"))
+        base.update(load_file(os.path.join(source, file), device=device))
+print("ready", flush=True)
+for line in sys.stdin:
+    number, target = line.rstrip().split(" ", 1)
+    os.mkdir(target)
+    shutil.copy(os.path.join(source, "config.json"), target)
+    torch.manual_seed(int(number))
+    tensors = {}
+    for name, tensor in base.items():
+        scaled = tensor * (1 + 0.2 * torch.rand((), device=device)).to(tensor.dtype)
+        tensors[name] = scaled[torch.randperm(len(scaled), device=device)] if "proj" in name else scaled
+    gpufs.torch.publish(tensors, os.path.join(target, "model.safetensors"))
+    del tensors, scaled
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    print("written", flush=True)
 """
 
 
@@ -147,8 +155,14 @@ class Group:
         self._on_gpu = on_gpu
         self._engines: list[Engine] = []
         self._started = 0
-        self._base = servers.model
         self._version = 0
+        self._trainer = subprocess.Popen(
+            [str(servers.python), "-c", TRAIN, str(servers.model)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **servers.environment},
+        )
         self.wrong: list[str] = []
         self.times: dict[str, list[float]] = {"prepared": [], "updated": [], "first_token": []}
 
@@ -170,13 +184,18 @@ class Group:
     def end(self) -> None:
         for engine in self._engines:
             engine.end()
+        self._trainer.kill()
+        self._trainer.communicate()
 
     def train(self) -> None:
         """Writes the next checkpoint, and removes the one before the last."""
         self._version += 1
-        environment = {**os.environ, **self._servers.environment}
-        words = [str(self._servers.python), "-c", TRAIN, str(self._base), str(self.checkpoint), str(self._version)]
-        run(*words, env=environment, timeout=PATIENCE)
+        assert self._trainer.stdin is not None
+        assert self._trainer.stdout is not None
+        self._trainer.stdin.write(f"{self._version} {self.checkpoint}\n")
+        self._trainer.stdin.flush()
+        said = self._trainer.stdout.readline()
+        assert said == "written\n", f"the trainer said {said!r}"
         shutil.rmtree(self._servers.mount.device / f"step-{self._version - 2}", ignore_errors=True)
 
     def update(self, engines: list[Engine] | None = None, fault: str = "") -> None:
@@ -231,6 +250,8 @@ class Group:
         begun = time.perf_counter()
         self.start(1)
         self.start(engines - 1)
+        assert self._trainer.stdout is not None
+        assert self._trainer.stdout.readline() == "ready\n"
         print(f"{engines} engines were ready after {time.perf_counter() - begun:.1f} s", flush=True)
         held = self._used()
         addresses = [engine.ask("addresses") for engine in self._engines]
