@@ -41,8 +41,8 @@ from campaigns.servers import device_used, make_server, scratch
 
 PATIENCE = 600.0
 
-# Holds the model argv[1], and writes a version for each line of standard input, a number and a directory: each has other
-# weights.
+# Holds the model argv[1], and writes a version for each line of standard input, a number and a directory: each version
+# has other weights.
 TRAIN = """
 import os, shutil, sys
 import torch, gpufs.torch
