@@ -276,9 +276,10 @@ class ClientLeases:
         holder, served = client_lease.holder, self._served
 
         def sleep() -> None:
-            if holder.asleep:
-                return
             served.holders.set_asleep(holder, asleep=True, may_move=served.may_move(holder))
+            # Before the file leaves: its device may lack space for a lease when another daemon takes over. That one
+            # gets the request again, and parks the file.
+            self._record.add(holder)
             client_lease.close_lease()
             try:
                 if holder.mode == READ_WRITE:
@@ -287,9 +288,8 @@ class ClientLeases:
             except OSError as error:
                 if error.errno != errno.EBUSY:  # the last one of its users parks it
                     self._reopen(client_lease)
+                    self._record.add(holder)
                     raise
-            finally:
-                self._record.add(holder)
 
         await client_lease.scope.in_thread(sleep)
         return Done(message.id)
