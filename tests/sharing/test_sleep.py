@@ -909,6 +909,18 @@ def test_a_call_that_must_fail_parks_nothing(evicting: GpufsMount) -> None:
     assert all(map(parked, files))
 
 
+def test_registered_memory_takes_the_space_of_files_that_nobody_uses(evicting: GpufsMount, driver: str) -> None:
+    """It was refused with ENOSPC."""
+    if driver != "host":
+        pytest.skip("registered memory counts on the host driver alone")
+    files = [evicting.device / f"model{number}" for number in range(3)]
+    for path in files:
+        path.write_bytes(noise(SIZE))
+    memory = mmap.mmap(-1, SIZE)
+    with gpufs.register(numpy.frombuffer(memory, numpy.uint8), evicting.device / "registered"):
+        assert [parked(path) for path in files] == [True, False, False]
+
+
 def test_models_in_turn_on_a_device_that_is_too_small_for_them(evicting: GpufsMount) -> None:
     files = [evicting.device / f"model{number}" for number in range(3)]
     for number, path in enumerate(files):

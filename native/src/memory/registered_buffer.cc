@@ -53,7 +53,11 @@ Result<std::shared_ptr<RegisteredBuffer>> RegisteredBuffer::map(const std::share
   TRY(charge.take_descriptors(1));
   if (device->info().cpu_addressable) status = charge.grow(buffer->bytes_held());
   if (!status.ok()) return status;
-  buffer->memory_ = TRY(device->device().map_foreign(memory));
+  Result<std::unique_ptr<ForeignMapping>> mapped = device->device().map_foreign(memory);
+  while (mapped.error() == ENOSPC && device->releases().evict(memory.bytes)) {
+    mapped = device->device().map_foreign(memory);
+  }
+  buffer->memory_ = TRY(std::move(mapped));
   return buffer;
 }
 
