@@ -97,7 +97,6 @@ def _errno_text(number: int) -> str:
 
 
 def _lines(mount: dict[str, Any]) -> list[str]:
-    """Return what is printed of a mount."""
     lines = [printable(_headline(mount))]
     if mount.get("error"):
         return lines

@@ -160,12 +160,10 @@ def _reading(mountpoint: str, answer: Any) -> Reading:
 
 
 def _file_key(file: dict[str, Any], flow: str) -> Key:
-    """Return the key in Reading.moved of a file's bytes in one direction."""
     return ("file", file["inode"], flow)
 
 
 def _copy_key(copy: dict[str, Any]) -> Key:
-    """Return the key in Reading.moved of a copy."""
     return ("copy", copy["pid"], copy["since"], copy["source"], copy["destination"])
 
 

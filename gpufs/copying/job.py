@@ -423,7 +423,6 @@ class CopyJob:
         return f"{self._data.done} bytes" if self._stream else f"{self._data.done} of {self._data.total} bytes"
 
     def _failure(self, error: OSError, left: str) -> CopyError:
-        """The error for the user."""
         code = error.errno or errno.EIO
         text = text_of(error)
         if code == errno.ENOSPC and self._emptied and not self._stream:

@@ -287,7 +287,6 @@ class Serving:
             threads.in_background(functools.partial(_print_notes, self.notes))
 
     async def _resume(self) -> None:
-        """Reports that this daemon serves the mount of another one."""
         assert self.died is not None
         with suppress(OSError):  # the mount is elsewhere, or gone: then nobody needs an answer
             await self._see_an_answer()
@@ -321,14 +320,12 @@ class Serving:
         await threads.run(self.mount.release_forgotten)  # visits all inodes
 
     async def _publish_statistics(self) -> None:
-        """Write the gauges to the counters' file."""
         self.mount.engine.statistics_publish()
 
     async def _trim_heap(self) -> None:
         await threads.run(syscalls.trim_heap)
 
     async def _feed_watchdog(self) -> None:
-        """Report to the service manager that the control plane runs."""
         await self._manager.notify("WATCHDOG=1")
 
     async def _watch_signals(self) -> None:

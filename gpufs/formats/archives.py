@@ -409,7 +409,6 @@ class _Machine:
         self.push(text)
 
     def pop(self, count: int) -> list[Any]:
-        """Take the last values."""
         place = len(self.stack) - count
         _need(place >= 0, "too few values for an instruction")
         values = self.stack[place:]
@@ -417,7 +416,6 @@ class _Machine:
         return values
 
     def pop_mark(self) -> list[Any]:
-        """Take the values since the last mark."""
         return self.pop(len(self.stack) - self.marks.pop())
 
     def remember(self, place: int) -> None:

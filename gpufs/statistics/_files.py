@@ -92,7 +92,6 @@ def find(device: str, uid: int, places: Iterable[Path] | None = None) -> list[Pa
 
 
 def _listed(folder: Path, ending: str = _SUFFIX) -> list[Path]:
-    """Return the files of counters in a folder."""
     with suppress(OSError):
         return [folder / name for name in os.listdir(folder) if name.endswith(ending)]
     return []
