@@ -104,10 +104,6 @@ def _readable(paths: Iterable[Path], uid: int) -> Iterator[dict[str, Any]]:
             yield read(path, uid)
 
 
-def _open(path: str | Path, flags: int) -> int:
-    return os.open(path, flags | _NO_EFFECTS)
-
-
 def _is_locked(fd: int) -> bool:
     """Return whether a process holds the writer's lock on a file that is open for reading."""
     wanted = struct.pack("hhlli", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
@@ -137,7 +133,7 @@ def read(path: Path, uid: int | None = None) -> dict[str, Any]:
     StatisticsError
         The file does not contain counters, or is damaged.
     """
-    with open(path, "rb", buffering=0, opener=_open) as file:
+    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | _NO_EFFECTS)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(EINVAL, "not a regular file", str(path))
