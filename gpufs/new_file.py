@@ -97,7 +97,6 @@ class KeptAttributes(NamedTuple):
 
 
 def _set_xattr(fd: int, name: str, value: bytes | None) -> None:
-    """Set or remove an extended attribute of an open file."""
     if value is None:
         os.removexattr(fd, name)
     else:

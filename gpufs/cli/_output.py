@@ -115,7 +115,6 @@ def table_lines(
 
 
 def _cell(text: str, width: int, header: str, *, right: bool) -> str:
-    """Return a cell of a table, as wide as its column."""
     if len(text) > width and text.startswith(("[|", "[ ")):  # a bar
         full = round(text.count("|") / (len(text) - 2) * (width - 2))
         text = f"[{'|' * full}{' ' * (width - 2 - full)}]"

@@ -172,7 +172,6 @@ def _expanded(path: str) -> str:
 
 @contextmanager
 def _bases(paths: Sequence[str], destination: str, request: HostRequest) -> Iterator[list[Entry]]:
-    """Find the destinations of sources, with their directories open."""
     with ExitStack() as opened:
         stripped = destination.rstrip("/") or "/"
         named = opened.enter_context(

@@ -224,7 +224,6 @@ class Plugin:
             raise
 
     def _show(self, volume: Volume, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
-        """Fetch a volume's model and bind it."""
         self._models.ensure(volume.model, secrets, proceed)
         with self._models.opened(volume.model) as model:
             self._targets.bind(volume.target, model, self._models.mount(), self._models.sockets())

@@ -230,7 +230,6 @@ def _note_signals() -> list[int]:
 
 @contextmanager
 def _start_failures() -> Iterator[None]:
-    """Turn an engine's failure into one line for the user."""
     try:
         yield
     except engine.EngineError as failure:

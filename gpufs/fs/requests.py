@@ -29,12 +29,11 @@ _SECOND: Final = 1_000_000_000
 
 @dataclass(slots=True)
 class Caller:
-    """The process that made a request. ``umask``: only where something is made."""
+    """The process that made a request."""
 
     uid: int
     gid: int
     pid: int
-    umask: int = 0
 
 
 @dataclass(slots=True)
