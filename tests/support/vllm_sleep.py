@@ -1,7 +1,7 @@
 """vLLM's sleep mode with gpufs as its backend, in the environment of vLLM: which contents are there after each level.
 
-vLLM's allocator, which needs a GPU, has a stand-in. Usage: vllm_sleep.py FILE, a file of a mount. Prints a line of JSON:
-by what was asked for, whether the file was parked, what the allocator had after it, and the error's text.
+vLLM's allocator, which needs a GPU, has a stand-in. Usage: vllm_sleep.py FILE, a file of a mount. Prints a line of
+JSON: by what was asked for, whether the file was parked, what the allocator had after it, and the error's text.
 """
 
 from __future__ import annotations
