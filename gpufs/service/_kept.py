@@ -27,7 +27,7 @@ from gpufs.modes import READ_WRITE
 from gpufs.protocol import MAX_MEMORY_PIECES, Register
 from gpufs.service._channel import ClientProcess, process_of
 from gpufs.service._scope import RequestScope
-from gpufs.syscalls import close_all, trusted
+from gpufs.syscalls import close_all, punch, trusted
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ class Record:
             slot = self._slots.pop(holder, None)
             if slot is not None and self._held:
                 self._free.append(slot)
-                os.pwrite(self._held[1], b"\0", slot * _SLOT_BYTES)
+                punch(self._held[1], slot * _SLOT_BYTES, _SLOT_BYTES)
 
     @property
     def held(self) -> bool:
