@@ -35,8 +35,6 @@ from support.vllm_engine import Outcome
 import gpufs as gpufs_client
 import gpufs.torch as gpufs_torch
 
-# Threads that wait for each other at each layer are slow on a machine that does more than this.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 PYTHON = Path(os.environ.get("GPUFS_VLLM_PYTHON", REPOSITORY / "build" / "vllm-venv" / "bin" / "python"))
 pytestmark = pytest.mark.slow
 
@@ -59,6 +57,9 @@ def make_servers(mounted: GpufsMount, tmp_path: Path) -> Servers[Outcome, GpufsM
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "none",  # the program registers the plug-in
+        # Threads that wait for each other at each layer are slow on a machine that does more than this.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     return Servers("vllm", Outcome, PYTHON, environment, mounted, model, tmp_path)
 
@@ -136,7 +137,7 @@ def test_vllm_shares_what_has_the_same_weights(servers: Servers[Outcome, GpufsMo
     (published,) = servers.published()
     for file in servers.model.glob("*.safetensors"):
         file.chmod(0o640)
-    variables = {"VLLM_ENGINE_READY_TIMEOUT_S": "900", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    variables = {"VLLM_ENGINE_READY_TIMEOUT_S": "900", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
     others = replace(servers, environment={**servers.environment, **variables})
     assert others.start().tokens == expected
     assert servers.start(options={"enable_lora": True}).tokens == expected
@@ -318,6 +319,7 @@ def test_vllm_takes_new_weights_from_a_file(servers: Servers[Outcome, GpufsMount
 # Some longer than a block of the prefix cache, and one of them with the beginning of another.
 PROMPTS = ([5, 6, 7, 8, 9], [42], *([number * 37 % 2000 for number in range(count)] for count in (300, 400)))
 VERSIONS = 5
+SERVED = ("--served-model-name", "policy", "--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16")
 
 
 def ask(address: str, prompt: Sequence[int], model: str = "policy", tokens: int = 16) -> list[int]:
@@ -331,11 +333,12 @@ def ask(address: str, prompt: Sequence[int], model: str = "policy", tokens: int 
 
 def make_adapter(folder: Path, seed: int) -> None:
     """Writes a LoRA adapter for what make_model() makes."""
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 64, "target_modules": ["q_proj", "o_proj"], "bias": "none"}
+    parts = ["q_proj", "o_proj"]
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 64, "target_modules": parts, "bias": "none"}
     torch.manual_seed(seed)
     tensors = {}
     for layer in range(6):
-        for part in config["target_modules"]:
+        for part in parts:
             name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
             tensors[f"{name}.lora_A.weight"] = torch.randn(8, 512)
             tensors[f"{name}.lora_B.weight"] = torch.randn(512, 8) / 16
@@ -359,21 +362,12 @@ def test_vllm_serves_adapters_and_keeps_its_cache(mount: Mounter, tmp_path: Path
         places = {"disk": tmp_path, "gpu": mounted.device, "host": mounted.path / "host0"}
         for seed in range(3):
             make_adapter(tmp_path / f"adapter{seed}", seed)
-            for place in (places["gpu"], places["host"]):
-                gpufs("cp", "-r", tmp_path / f"adapter{seed}", place)
+            for name in ("gpu", "host"):
+                gpufs("cp", "-r", tmp_path / f"adapter{seed}", places[name])
         serve = serve.replace(" MODEL ", f" {servers.model} ")
-        arguments = (
-            "--served-model-name",
-            "policy",
-            "--enforce-eager",
-            "--max-model-len",
-            "512",
-            "--dtype",
-            "bfloat16",
-        )
         few = ("--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", "8")
-        variables = {"VLLM_PLUGINS": "gpufs", "VLLM_SERVER_DEV_MODE": "1", **ONE_THREAD}
-        with servers.serve(serve, *arguments, *few, **variables) as address:
+        variables = {"VLLM_PLUGINS": "gpufs", "VLLM_SERVER_DEV_MODE": "1"}
+        with servers.serve(serve, *SERVED, *few, **variables) as address:
 
             def shell(command: str, name: str = "", path: Path = tmp_path) -> None:
                 command = command.replace("localhost:8000", address).replace('"sql"', f'"{name}"')
@@ -467,7 +461,6 @@ def test_vllm_is_updated_as_the_howto_says(servers: Servers[Outcome, GpufsMount]
     Files that do not fit leave the engine as it is, and so does a trainer that dies.
     """
     page = (REPOSITORY / "docs/howto/update-weights-in-place.md").read_text()
-    servers.environment = {**servers.environment, **ONE_THREAD}
     original, good = servers.scratch / "model", servers.mount.device / "policy.safetensors"
     make_tokenizer(original, 2048)
     shutil.copytree(original, servers.model, dirs_exist_ok=True)
@@ -497,9 +490,8 @@ def test_vllm_is_updated_as_the_howto_says(servers: Servers[Outcome, GpufsMount]
                 parameter.add_(torch.randn_like(parameter) * 0.02)
     assert all(len({tuple(answers[number]) for answers in fresh}) == VERSIONS + 1 for number in range(len(PROMPTS)))
 
-    arguments = ("--served-model-name", "policy", "--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16")
     ended = threading.Event()
-    with servers.serve(command.strip(), *arguments, VLLM_PLUGINS="gpufs") as address, ThreadPoolExecutor(1) as pool:
+    with servers.serve(command.strip(), *SERVED, VLLM_PLUGINS="gpufs") as address, ThreadPoolExecutor(1) as pool:
 
         def answers() -> list[list[int]]:
             return [ask(address, prompt) for prompt in PROMPTS]
