@@ -6,6 +6,7 @@ file had before, so it still leads to the published weights. Every reader of saf
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -16,7 +17,7 @@ from typing import Any
 
 from gpufs.formats import FormatError, safetensors
 from gpufs.formats.budget import BoundedFile
-from gpufs.integrations._shared_weights import SharedWeights
+from gpufs.integrations._shared_weights import SharedWeights, Version
 from gpufs.integrations._sharing import Loaded, ModelServer, is_on_mount
 from gpufs.torch._tensor_file import TensorFile
 from gpufs.units import bytes_text
@@ -37,6 +38,18 @@ class ModelFiles:
         for file in before:
             if _attribute(file, "writers"):
                 raise OSError(EBUSY, "a program has it attached for writing", file)
+
+    @property
+    def version(self) -> Version:
+        """What weights of a group are called that are made of these files."""
+        text = json.dumps([*self.identities.values()])
+        return Version(hashlib.sha256(text.encode()).hexdigest(), os.path.dirname(next(iter(self.identities))))
+
+    def check_unchanged(self) -> None:
+        """Raise OSError EBUSY if one of the files has changed since."""
+        for file, identity in ModelFiles(self.identities, self._directory).identities.items():
+            if identity != self.identities[file]:
+                raise OSError(EBUSY, "has changed while it was loaded: update again", file)
 
     def mode(self) -> int:
         """Return a mode that lets nobody read a file who cannot read all of these."""
@@ -122,8 +135,13 @@ def _has_access_list(path: Path) -> bool:
 
 def _identity_before(path: str) -> list[Any] | None:
     """Return the identity that a file had before it freed its tensors; None if it has them."""
-    size = os.stat(path).st_size
-    if size % safetensors.DATA_ALIGNMENT or size > safetensors.LENGTH_BYTES + safetensors.MAX_HEADER_BYTES:
+    status = os.stat(path)
+    size = status.st_size
+    if (
+        not stat.S_ISREG(status.st_mode)
+        or size % safetensors.DATA_ALIGNMENT
+        or size > safetensors.LENGTH_BYTES + safetensors.MAX_HEADER_BYTES
+    ):
         return None  # as of nearly all files with tensors: these are not read
     try:
         with open(path, "rb", buffering=0) as file:

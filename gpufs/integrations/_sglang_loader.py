@@ -41,6 +41,8 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def load_model(self, *, model_config: Any, device_config: Any) -> torch.nn.Module:
         load_own = partial(super().load_model, model_config=model_config, device_config=device_config)
+        if self._settings.group is not None:
+            raise ValueError('--model-loader-extra-config: leave out "group": only vLLM takes new versions in place')
         if self._settings.share and pieces is None:
             logger.warning("The engine loads weights of its own: this SGLang shares none (%s)", _MISSING)
         if not self._settings.share or pieces is None:

@@ -31,7 +31,7 @@ from gpufs.formats.records import UNSAVED_BUFFER
 from gpufs.new_file import has_name
 from gpufs.syscalls import closed_after
 from gpufs.torch import publish
-from gpufs.torch._file import Checkpoint
+from gpufs.torch._file import Checkpoint, SafetensorsFile
 from gpufs.torch._module import named_tensors
 from gpufs.units import bytes_text
 
@@ -46,12 +46,32 @@ _ROW_BYTES = 8192  # of which the digest takes one number
 _MOST_ROWS = 4096  # multiplied at a time on a GPU, which needs memory for them
 
 
-class _Note(msgspec.Struct):
-    """What the engine that publishes weights writes into the file."""
+class Version(msgspec.Struct, frozen=True):
+    """The checkpoint that weights of a group were made of. digest: of what identifies its files. path: for people."""
+
+    digest: str
+    path: str
+
+
+class Note(msgspec.Struct):
+    """What the engine that publishes weights writes into the file. version: of the weights of a group."""
 
     key: dict[str, Any]
     digest: str
     attributes: dict[str, Any]
+    version: Version | None = None
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str] | None, path: Path) -> Note:
+        """Read the note of the file with this metadata. FormatError if it is damaged."""
+        try:
+            return msgspec.json.decode((metadata or {}).get(METADATA_KEY, ""), type=cls)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{path}: the note of the engine that wrote it is damaged: {error}") from None
+
+    def metadata(self) -> dict[str, str]:
+        """Return the note as metadata of a file."""
+        return {METADATA_KEY: _json(msgspec.structs.asdict(self) | {"version": msgspec.to_builtins(self.version)})}
 
 
 @dataclass(frozen=True)
@@ -59,7 +79,7 @@ class OpenWeights:
     """Weights that are attached.
 
     attributes: what the engine that published them noted about the model. private: whether this program may not write
-    to the file, and so has got a copy of its own in GPU memory.
+    to the file, and so has got a copy of its own in GPU memory. version: of the weights of a group.
     """
 
     path: Path
@@ -67,6 +87,7 @@ class OpenWeights:
     attributes: dict[str, Any]
     bytes: int
     private: bool
+    version: Version | None = None
 
     def keep(self) -> None:
         """Note in the file that it is the only copy of the weights."""
@@ -90,6 +111,8 @@ class SharedWeights:
     # directory. "*" stands for all.
     trusted: tuple[str, ...] = ()
     mode: int = 0o644  # of the file, at most
+    # For a group, what this program would publish: the key does not have it.
+    version: Version | None = None
 
     @property
     def path(self) -> Path:
@@ -99,7 +122,7 @@ class SharedWeights:
 
     @property
     def _suffix(self) -> str:
-        return f"-{_digest_of(_json(self.key))[:16]}{_SUFFIX}"
+        return f"-{_hash(_json(self.key))[:16]}{_SUFFIX}"
 
     def _folder_of(self, user: int) -> str:
         return self.folder if user == os.stat(self.directory).st_uid else f"{self.folder}-{user}"
@@ -151,15 +174,21 @@ class SharedWeights:
             return None
         if status.st_uid == os.geteuid() and status.st_mode & 0o777 & ~self.mode:
             path.chmod(status.st_mode & self.mode)  # the checkpoint has fewer readers than before
-        try:
-            note = msgspec.json.decode((checkpoint.files[0].metadata or {}).get(METADATA_KEY, ""), type=_Note)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{path}: the note of the engine that wrote it is damaged: {error}") from None
+        note = self.check(checkpoint.files[0], path, verify=verify)
+        private = checkpoint.files[0].private
+        return OpenWeights(path, checkpoint, note.attributes, status.st_size, private, note.version)
+
+    def check(self, file: SafetensorsFile, path: Path, *, verify: bool = True) -> Note:
+        """Return the note of an attached file. FormatError, as for open(), if the file cannot be used.
+
+        ``path``: the file's name.
+        """
+        note = Note.of(file.metadata, path)
         if note.key != json.loads(_json(self.key)):
             raise FormatError(f"{path} has another key than its name says")
-        if verify and note.digest != _digest(_kinds(checkpoint), dict(checkpoint.tensors())):
+        if verify and note.digest != digest_of({name: file.tensor(name) for name in file.names()}, kinds_of(file)):
             raise FormatError(f"{path}: the contents do not match the digest in the header")
-        return OpenWeights(path, checkpoint, note.attributes, status.st_size, checkpoint.files[0].private)
+        return note
 
     @contextmanager
     def claim(self, seconds: float, waiting: Callable[[], None]) -> Iterator[bool]:
@@ -228,8 +257,8 @@ class SharedWeights:
         """
         tensors = {name: value.detach() for name, value in named_tensors(module).items()}
         kinds = {name: "parameter" for name, _ in module.named_parameters(remove_duplicate=False)}
-        digest = _digest({**dict.fromkeys(tensors, "buffer"), **kinds}, tensors)
-        note = _Note(dict(self.key), digest, dict(attributes))
+        digest = digest_of(tensors, {**dict.fromkeys(tensors, "buffer"), **kinds})
+        note = Note(dict(self.key), digest, dict(attributes), self.version)
         try:
             return self._write(module, note)
         except OSError as error:
@@ -244,8 +273,9 @@ class SharedWeights:
                 parameter.data = parameter.data.to(device)
             raise
 
-    def _write(self, module: torch.nn.Module, note: _Note) -> OpenWeights:
-        publish(module, self.path, metadata={METADATA_KEY: _json(msgspec.structs.asdict(note))})
+    def _write(self, module: torch.nn.Module, note: Note) -> OpenWeights:
+        # The notes of a group's later versions may be longer.
+        publish(module, self.path, metadata=note.metadata(), replace=self.version is not None)
         try:
             weights = self._open(self.path, verify=True)
         except FormatError:
@@ -282,7 +312,7 @@ def fill(module: torch.nn.Module, weights: OpenWeights) -> None:
     """
     checkpoint = weights.checkpoint
     owners = dict(module.named_modules(remove_duplicate=False))
-    kinds = _kinds(checkpoint)
+    kinds = kinds_of(checkpoint.files[0])
     made: dict[tuple[object, ...], torch.Tensor] = {}
     for name in checkpoint.places:
         prefix, _, attribute = name.rpartition(".")
@@ -314,20 +344,21 @@ def _put_buffer(owner: torch.nn.Module, attribute: str, value: torch.Tensor, pat
     owner.register_buffer(attribute, value, persistent=persistent)
 
 
-def _kinds(checkpoint: Checkpoint) -> dict[str, str]:
-    kinds = {name: checkpoint.record(name).kind or "parameter" for name in checkpoint.places}
-    return {name: "buffer" if kind == UNSAVED_BUFFER else kind for name, kind in kinds.items()}
+def kinds_of(file: SafetensorsFile) -> dict[str, str]:
+    """Return whether each tensor of a published file is a parameter or a buffer."""
+    kinds = {name: file.records[name].kind if name in file.records else None for name in file.names()}
+    return {name: "buffer" if kind == UNSAVED_BUFFER else kind or "parameter" for name, kind in kinds.items()}
 
 
 def _json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def _digest_of(text: str) -> str:
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _digest(kinds: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
+def digest_of(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> str:
     """Return a digest of names, kinds, dtypes, shapes and contents, which do not leave the device."""
     digest = hashlib.sha256()
     sums = {name: _sums(tensors[name]) for name in sorted(tensors)}  # a GPU works on all of them before the first wait

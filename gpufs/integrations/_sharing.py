@@ -43,7 +43,7 @@ _ELSEWHERE = frozenset(
     """.split()
 )
 # For an engine that loads the same model, perhaps from a slow disk.
-_CLAIM_SECONDS = 600.0
+CLAIM_SECONDS = 600.0
 
 
 class LoaderSettings:
@@ -54,6 +54,7 @@ class LoaderSettings:
       that has the engine's GPU.
     - keep_checkpoint: false frees the tensors in the model's own files on a mount once the weights are published.
     - trust: a list of users whose shared weights are used, besides one's own, root's and those of the mount's owner.
+    - group: a name. Engines of a group take new versions of their shared weights in place, together.
 
     others: the remaining keys, for the server's own loader.
     """
@@ -64,6 +65,12 @@ class LoaderSettings:
         self.mount: str | None = self.others.pop("mount", None)
         self.keep_checkpoint: bool = self.others.pop("keep_checkpoint", True)
         self.trusted = tuple(str(user) for user in self.others.pop("trust", ()))
+        self.group: str | None = self.others.pop("group", None)
+        if self.group is not None and not (self.share and self.keep_checkpoint and self.group):
+            raise ValueError(
+                '--model-loader-extra-config: engines of a "group" share weights of changing checkpoints, which stay '
+                'complete: name it, and leave out "share": false and "keep_checkpoint": false'
+            )
         if not self.keep_checkpoint and not self.share:
             raise ValueError(
                 '--model-loader-extra-config: "keep_checkpoint": false frees the checkpoint of shared weights, and '
@@ -131,11 +138,28 @@ class ModelServer:
 
 def all_agree(ranks: Any, answer: bool) -> bool:
     """Return whether all ranks of a process group say yes."""
+    return all(answers_of(ranks, answer))
+
+
+def answers_of(ranks: Any, answer: Any) -> list[Any]:
+    """Return what each rank of a process group says."""
     if ranks.world_size == 1:
-        return answer
+        return [answer]
     answers: list[Any] = [None] * ranks.world_size
     torch.distributed.all_gather_object(answers, answer, group=ranks.cpu_group)
-    return all(answers)
+    return answers
+
+
+@contextmanager
+def in_all_ranks(ranks: Any) -> Iterator[None]:
+    """Have all ranks of a process group fail if one does."""
+    try:
+        yield
+    except Exception:
+        all_agree(ranks, False)
+        raise
+    if not all_agree(ranks, True):
+        raise RuntimeError("another rank of the engine has failed")
 
 
 @dataclass(frozen=True)
@@ -161,7 +185,7 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
         return Loaded(server.load())
     if not was_there:
         del weights
-        with _claim(server, shared) as mine:
+        with claim_in_order(server.ranks, shared, server.logger) as mine:
             weights = open_weights(shared, server.logger, claimed=mine)
             if not server.all_agree(weights is not None):
                 model = server.load()
@@ -174,8 +198,17 @@ def get_model(server: ModelServer, shared: SharedWeights | None) -> Loaded:
         server.logger.warning(text, weights.path)
         del weights
         return Loaded(server.load())
+    versions = {each.digest: each.path for each in answers_of(server.ranks, weights.version) if each is not None}
+    if len(versions) > 1:
+        text = "The ranks' weights in %s are of several versions (%s), and this engine loads its own: %s"
+        remedy = "update another engine of the group, or end all and remove the files"
+        server.logger.warning(text, weights.path, ", ".join(versions.values()), remedy)
+        return Loaded(server.load())
     mapped = _map(server, weights)
     if mapped is not None:
+        if shared.version is not None and shared.version.digest not in versions:
+            text = "The engine was started with %s, and its group has the weights of %s: an update changes that"
+            server.logger.warning(text, shared.version.path, next(iter(versions.values()), "another checkpoint"))
         preloaded = weights.bytes if was_there and not weights.private else 0
         return Loaded(mapped, weights, preloaded)
     del weights
@@ -207,7 +240,7 @@ def open_weights(
 
 
 @contextmanager
-def _claim(server: ModelServer, shared: SharedWeights) -> Iterator[bool]:
+def claim_in_order(ranks: Any, shared: SharedWeights, logger: Log) -> Iterator[bool]:
     """Claim the names of the weights of all ranks, the first rank's before the others.
 
     So of two engines that start at the same time one has all names, and they never wait for each other.
@@ -216,19 +249,19 @@ def _claim(server: ModelServer, shared: SharedWeights) -> Iterator[bool]:
 
         def claim() -> bool:
             try:
-                return stack.enter_context(shared.claim(_CLAIM_SECONDS, waiting))
+                return stack.enter_context(shared.claim(CLAIM_SECONDS, waiting))
             except OSError as error:
-                server.logger.warning("Weights cannot be published: %s", error)
+                logger.warning("Weights cannot be published: %s", error)
                 return False
 
         def waiting() -> None:
-            server.logger.info("Waiting for the engine that loads %s", shared.path)
+            logger.info("Waiting for the engine that loads %s", shared.path)
 
-        if server.ranks.rank_in_group == 0:
+        if ranks.rank_in_group == 0:
             mine = claim()
-            server.all_agree(mine)
+            all_agree(ranks, mine)
         else:
-            mine = server.all_agree(True) and claim()
+            mine = all_agree(ranks, True) and claim()
         yield mine
 
 

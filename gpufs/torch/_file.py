@@ -52,7 +52,7 @@ class SafetensorsFile:
         self.private = memory.private
         self.device = memory.device
         self.counts = memory.counts
-        self._memory = memory
+        self.memory = memory
         try:
             # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
             file = BoundedFile(memory.size, memory.read)
@@ -150,7 +150,7 @@ class SafetensorsFile:
     def uncounted(self, name: str) -> torch.Tensor:
         """Return the tensor in place, or a copy, for gpufs itself: the program does not get it."""
         entry, dtype = self.entry(name), self.dtype(name)
-        data = self._memory.uncounted(self._start + entry.start, entry.end - entry.start)
+        data = self.memory.uncounted(self._start + entry.start, entry.end - entry.start)
         return self._shaped(name, (data.clone() if data.data_ptr() % dtype.itemsize else data).view(dtype))
 
     def _shaped(self, name: str, typed: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ class SafetensorsFile:
             return shared
         entry = self._entries[owner]
         offset, count = self._start + entry.start, entry.end - entry.start
-        data = self._memory.tensor(offset, count)
+        data = self.memory.tensor(offset, count)
         if owner in self._misplaced or data.data_ptr() % itemsize:
             data = data.clone()
             self.counts.copied("alignment", count)
@@ -180,10 +180,10 @@ class SafetensorsFile:
         """Return a part of the tensor; in place where torch's indexing gives a view."""
         owner, dtype = self._owner(name), self.dtype(name)
         entry = self._entries[owner]
-        whole = self._memory.uncounted(self._start + entry.start, entry.end - entry.start)
+        whole = self.memory.uncounted(self._start + entry.start, entry.end - entry.start)
         if owner in self._in_several or owner in self._misplaced or whole.data_ptr() % dtype.itemsize:
-            return self._memory.separate(self.tensor(name)[index])
-        return self._memory.separate(self._shaped(name, whole.view(dtype))[index])
+            return self.memory.separate(self.tensor(name)[index])
+        return self.memory.separate(self._shaped(name, whole.view(dtype))[index])
 
 
 def _checked_header(file: BoundedFile) -> tuple[int, Header]:

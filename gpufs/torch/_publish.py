@@ -91,8 +91,8 @@ def publish(
         Of a module, also the buffers that are not persistent, which are not in its ``state_dict()``.
         :func:`attach_module` then finds them in the file and need not compute them.
     replace : bool
-        Whether the file is a new version of the one that has the name, if there is one, for programs that
-        :func:`follow` it. Then all tensors have the same names, dtypes, shapes, strides and ties. Their order,
+        Whether the file is a new version of the one that has the name, if there is one that is not empty, for programs
+        that :func:`follow` it. Then all tensors have the same names, dtypes, shapes, strides and ties. Their order,
         attributes and ``requires_grad`` may be others, and the metadata as far as the header of the first version has
         space: 1 KiB more, and 128 bytes for each tensor, if that was written with ``replace``, too.
         A symbolic link stays and leads to the new version; without ``replace`` the file takes its place.
@@ -171,12 +171,13 @@ def publish(
 
 
 def _layout_of(path: Path) -> FileLayout | None:
-    """Return the layout of the file that has a name; None if there is none."""
+    """Return the layout of the file that has a name; None if there is none, or it is empty."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a FIFO would wait for a writer
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):  # opening a FIFO would wait for a writer
             raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
         with open(path, "rb", buffering=0) as file:
-            return FileLayout.of_file(file.fileno(), os.fspath(path))
+            return FileLayout.of_file(file.fileno(), os.fspath(path)) if status.st_size else None
     except FileNotFoundError:
         return None
 

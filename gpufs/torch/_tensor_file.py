@@ -62,9 +62,13 @@ class TensorFile:
         with as_failure_of_mount(str(self._path)), open(self._new.fd, "wb", closefd=False) as file:
             file.write(data)
 
-    def attach(self) -> gpufs.DeviceArray:
+    @property
+    def fd(self) -> int:
+        return self._new.fd
+
+    def attach(self, placement: int | None = None) -> gpufs.DeviceArray:
         with as_failure_of_mount(str(self._path)):
-            return gpufs.attach(path_of(self._new.fd), mode="r+")
+            return gpufs.attach(path_of(self._new.fd), mode="r+", placement=placement)
 
     def map(self) -> torch.Tensor:
         mapped: torch.Tensor = from_dlpack(self.attach())
