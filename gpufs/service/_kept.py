@@ -296,8 +296,8 @@ class Record:
 class KeptClient:
     """A connection that the former daemon had, its leases on files, which are open again, and its registrations.
 
-    A private copy, which the client has for itself, has no lease here, and its inode is not kept. One that sleeps has no
-    lease, either, and keeps its inode.
+    A private copy, which the client has for itself, has no lease here, and its inode is not kept. One that sleeps has
+    no lease, either, and keeps its inode.
     """
 
     number: int

@@ -48,10 +48,7 @@ def make_servers(mounted: GpufsMount, tmp_path: Path) -> Servers[Outcome, GpufsM
     """Returns vLLM with a random model, on the mount and, as "model", in a folder."""
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}: scripts/setup-vllm makes it")
-<<<<<<< HEAD
-=======
     mounted = mount("--host-memory", "128M", memory=512 * MIB, allow_other=True)
->>>>>>> vllm
     model = mounted.device / "Tiny-Qwen3"
     make_model(tmp_path / "model", seed=0)
     shutil.copytree(tmp_path / "model", model)
