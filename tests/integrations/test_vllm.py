@@ -41,14 +41,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
-    return make_servers(mount(memory=512 * MIB, allow_other=True), tmp_path)
+    return make_servers(mount("--host-memory", "128M", memory=512 * MIB, allow_other=True), tmp_path)
 
 
 def make_servers(mounted: GpufsMount, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
     """Returns vLLM with a random model, on the mount and, as "model", in a folder."""
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}: scripts/setup-vllm makes it")
-    mounted = mount("--host-memory", "128M", memory=512 * MIB, allow_other=True)
     model = mounted.device / "Tiny-Qwen3"
     make_model(tmp_path / "model", seed=0)
     shutil.copytree(tmp_path / "model", model)
