@@ -473,7 +473,7 @@ def test_vllm_is_updated_as_the_howto_says(servers: Servers[Outcome, GpufsMount]
     def version_of(number: int) -> Path:
         return servers.scratch / f"version{number}"
 
-    publish, command, program = shown("The trainer")[0], *shown("vLLM")
+    publish, (command, program, *_) = shown("The trainer")[0], shown("vLLM")
     policy = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16)
     fresh: list[list[list[int]]] = []  # of each version, the answers
     for version in range(VERSIONS + 1):
