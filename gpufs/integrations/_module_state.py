@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -94,6 +97,57 @@ def set_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> No
             setattr(owner, attribute, value)
 
 
+@contextmanager
+def unchanged(module: torch.nn.Module, package: str) -> Iterator[None]:
+    """Undo in the end what the block changes in a module, its helpers and its tensors, except the tensors' contents.
+
+    ValueError if the block has ended, and a value that JSON can express is another one than before.
+    """
+
+    def values() -> dict[str, Any]:
+        found = [*_attributes(module), *_helper_attributes(module, package)]
+        return {name: value for name, value in found if is_json(value)}
+
+    before = values()
+    owners = [*module.modules(), *(helper for _, helper in _helpers(module, package)), *named_tensors(module).values()]
+    dicts = [vars(owner) for owner in owners]
+    dicts += [vars(part)[name] for part in module.modules() for name in ("_parameters", "_buffers")]
+    kept = [(each, dict(each)) for each in dicts]
+    hidden = [(part, set(part._non_persistent_buffers_set)) for part in module.modules()]
+    data = [(tensor, tensor.data) for tensor in named_tensors(module).values()]
+    try:
+        yield
+        after = values()
+        for name, value in before.items():
+            if name in after and after[name] != value:
+                raise ValueError(f"{name} is {value} in this engine, and would become {after[name]}")
+    finally:
+        for each, content in kept:
+            each.clear()
+            each.update(content)
+        for part, names in hidden:
+            part._non_persistent_buffers_set.clear()
+            part._non_persistent_buffers_set.update(names)
+        for tensor, value in data:
+            tensor.data = value
+
+
+def numbers(module: torch.nn.Module) -> str:
+    """Return a hash of the floating-point numbers in a module, such as scales that were read from tensors."""
+    found = {name: value for name, value in _attributes(module) if isinstance(value, float)}
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def tensor_beside(module: torch.nn.Module, package: str) -> str | None:
+    """Return the name of a tensor that a module or a helper keeps, and that is not a parameter or a buffer."""
+    known = {id(tensor) for tensor in named_tensors(module).values()}
+    for name, value in [*_attributes(module), *_helper_attributes(module, package)]:
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(each, torch.Tensor) and each.numel() > 1 and not each.is_meta and id(each) not in known:
+                return name
+    return None
+
+
 def missing(module: torch.nn.Module, names: list[str]) -> str | None:
     """Return the first of the attributes that this module does not have, or that is None. None if all are there."""
     for name in names:
@@ -121,7 +175,12 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _helper_attributes(module: torch.nn.Module, package: str) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of helpers, and of helpers that these hold, each object's once."""
+    for path, helper in _helpers(module, package):
+        yield from ((f"{path}.{name}", value) for name, value in vars(helper).items())
+
+
+def _helpers(module: torch.nn.Module, package: str) -> Iterator[tuple[str, Any]]:
+    """Yield the helpers, and the helpers that these hold, each once."""
     seen: set[int] = set()
     for prefix, part in module.named_modules():
         held = [(f"{prefix}.{name}" if prefix else name, value) for name, value in vars(part).items()]
@@ -130,9 +189,8 @@ def _helper_attributes(module: torch.nn.Module, package: str) -> Iterator[tuple[
             if not _is_helper(value, package) or id(value) in seen:
                 continue
             seen.add(id(value))
-            attributes = [(f"{path}.{name}", item) for name, item in vars(value).items()]
-            yield from attributes
-            held += attributes
+            yield path, value
+            held += [(f"{path}.{name}", item) for name, item in vars(value).items()]
 
 
 def _is_helper(value: object, package: str) -> bool:

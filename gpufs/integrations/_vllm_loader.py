@@ -16,6 +16,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from gpufs.integrations import _sharing
 from gpufs.integrations._checkpoint import ModelFiles, release
+from gpufs.integrations._group import Group
 from gpufs.integrations._shared_weights import SharedWeights
 from gpufs.torch import load_file
 from gpufs.torch._module import named_tensors
@@ -43,11 +44,15 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         arguments = vllm_config, model_config, prefix
         load_own = partial(super().load_model, *arguments)
         if self._settings.share and pieces is None:
+            if self._settings.group is not None:
+                raise ValueError(f'--model-loader-extra-config: leave out "group": this vLLM shares none ({_MISSING})')
             logger.warning("The engine loads weights of its own: this vLLM shares none (%s)", _MISSING)
         if not self._settings.share or pieces is None:
             return load_own()  # type: ignore[no-any-return]
+        if self._settings.group is not None:
+            pieces.check_group(vllm_config)
         foreign = getattr(model_config, "sleep_mode_backend", None) != "gpufs"
-        if model_config.enable_sleep_mode and foreign and pieces.obstacle(vllm_config) is None:
+        if model_config.enable_sleep_mode and foreign and pieces.obstacle(vllm_config, self._settings.group) is None:
             remedy = "add --sleep-mode-backend gpufs (vLLM 0.33), and mount with --host-memory; or start "
             raise ValueError(_sharing.SLEEP_REFUSED.format(option="--enable-sleep-mode", remedy=remedy))
         checkpoint, shared = self._find_shared(vllm_config, model_config)
@@ -64,7 +69,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             load=load,
             build=partial(pieces.build, *arguments),
             restored_on_failure=partial(pieces.restored_on_failure, vllm_config.compilation_config),
-            reason_against=lambda model: pieces.reason_against(model) or self._emptied(model),
+            reason_against=lambda model: pieces.reason_against(model, self._settings.group) or self._emptied(model),
             attributes=lambda model: pieces.notes(model, self._helpers),
             moved=lambda _: None,
             ranks=get_tp_group(),
@@ -77,6 +82,8 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
             release(server, loaded, checkpoint, pieces.reason_to_keep_checkpoint(vllm_config))
         if loaded.shared is not None:
             _sharing.refuse_reload(loaded.model, partial(pieces.undo_reload, loaded.model))
+            if self._settings.group is not None and shared is not None:
+                Group(loaded.model, shared, loaded.shared, server.ranks, logger)
         return loaded.model
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -106,19 +113,21 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         """Return the model's files, and where the weights of this engine are to be shared. None if they are not."""
         if not self._settings.share or pieces is None:
             return None, None
-        reason = pieces.obstacle(vllm_config)
+        reason = pieces.obstacle(vllm_config, self._settings.group)
         if reason is None:
             try:
                 device = torch.device(self.load_config.device or vllm_config.device_config.device)
                 directory = _sharing.device_directory(device, model_config.model, self._settings.mount)
                 _, files, *_ = self._prepare_weights(model_config.model, None, model_config.revision, False, None)
                 checkpoint = ModelFiles(files, directory)
-                key = pieces.weights_key(vllm_config, model_config, [*checkpoint.identities.values()])
-                label = _sharing.weights_label(
-                    model_config.model, "vllm", key, ("dp", "pp", "tp"), is_draft=key["is_draft"]
-                )
-                trusted = self._settings.trusted
-                return checkpoint, SharedWeights(directory, "vllm", label, key, trusted, checkpoint.mode())
+                group = self._settings.group
+                source = [*checkpoint.identities.values()] if group is None else [["group", group]]
+                key = pieces.weights_key(vllm_config, model_config, source)
+                name = model_config.model if group is None else group
+                label = _sharing.weights_label(name, "vllm", key, ("dp", "pp", "tp"), is_draft=key["is_draft"])
+                version = None if group is None else checkpoint.version
+                where = directory, "vllm", label, key, self._settings.trusted, checkpoint.mode(), version
+                return checkpoint, SharedWeights(*where)
             except (_sharing.NoDirectoryError, OSError) as error:
                 reason = str(error)
             except Exception as error:  # noqa: BLE001  vLLM's pieces are private and may fail in any way

@@ -49,14 +49,18 @@ from vllm.model_executor.model_loader.weight_cache.utils import export_model_att
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from gpufs.integrations._module_state import HelperState, missing, set_attributes
+from gpufs.integrations._module_state import HelperState, missing, numbers, set_attributes, tensor_beside, unchanged
 from gpufs.integrations._shared_weights import OpenWeights, fill
-from gpufs.integrations._sharing import all_agree, device_name, has_no_effect_on_weights
+from gpufs.integrations._sharing import device_name, has_no_effect_on_weights
+from gpufs.integrations._sharing import in_all_ranks as in_ranks
+from gpufs.torch._module import named_tensors
+
+_PACKAGE = "vllm.model_executor"
 
 
-def obstacle(vllm_config: Any) -> str | None:
+def obstacle(vllm_config: Any, group: str | None) -> str | None:
     """Return why weights of an engine with these settings cannot be shared, None if they can."""
-    if vllm_config.weight_transfer_config is not None:
+    if vllm_config.weight_transfer_config is not None and group is None:
         return "--weight-transfer-config loads new weights while the engine runs"
     if vllm_config.parallel_config.enable_eplb:
         return "expert load balancing moves weights while the engine runs"
@@ -66,12 +70,29 @@ def obstacle(vllm_config: Any) -> str | None:
     return None
 
 
-def reason_against(model: torch.nn.Module) -> str | None:
+def check_group(vllm_config: Any) -> None:
+    """Refuse settings with which an engine cannot take new versions in place. ValueError."""
+    transfer = vllm_config.weight_transfer_config
+    remedy = "leave it out"
+    if transfer is None or transfer.backend != "gpufs":
+        text, remedy = "needs", """add --weight-transfer-config '{"backend": "gpufs"}'"""
+    elif get_pp_group().world_size > 1:
+        text = "is not possible with pipeline parallelism yet"
+    elif vllm_config.speculative_config is not None:
+        text = "is not possible with speculative decoding yet"
+    else:
+        return
+    raise ValueError(f'--model-loader-extra-config: "group" {text}: {remedy}')
+
+
+def reason_against(model: torch.nn.Module, group: str | None) -> str | None:
     """Return why the weights of this model, once processed, cannot be used by other engines. None if they can."""
     try:
         check_ipc_quant_support(model)
     except UnsupportedQuantForIPCError as error:
         return str(error)
+    if group is not None and (name := tensor_beside(model, _PACKAGE)) is not None:
+        return f"vLLM keeps {name} beside parameters and buffers, where it would stay that of the first version"
     return None
 
 
@@ -141,6 +162,8 @@ def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights
     with set_default_torch_dtype(model_config.dtype):
         with torch.device("meta"):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        for part in model.modules():
+            get_layerwise_info(part).restore_device = device  # for a reload; vLLM notes the meta device
         check_ipc_quant_support(model)
         fill(model, weights)
         for name, value in weights.attributes["model"].items():
@@ -161,13 +184,13 @@ def build(vllm_config: Any, model_config: Any, prefix: str, weights: OpenWeights
 
 def helpers(model: torch.nn.Module) -> HelperState:
     """Return the state of the objects with which the model's layers compute."""
-    return HelperState(model, "vllm.model_executor")
+    return HelperState(model, _PACKAGE)
 
 
 def notes(model: torch.nn.Module, before: HelperState) -> dict[str, Any]:
     """Return what to note about a model beside its weights. before: when it had no weights yet."""
     plain, objects = before.changes()
-    return {"model": export_model_attrs(model), "helpers": plain, "objects": objects}
+    return {"model": export_model_attrs(model), "helpers": plain, "objects": objects, "numbers": numbers(model)}
 
 
 @contextmanager
@@ -197,17 +220,8 @@ class _Taken(NamedTuple):
 @contextmanager
 def in_all_ranks() -> Iterator[None]:
     """Have all ranks of the engine fail if one does."""
-    try:
+    with in_ranks(get_pp_group()), in_ranks(get_tp_group()):
         yield
-    except Exception:
-        _all_agree(False)
-        raise
-    if not _all_agree(True):
-        raise RuntimeError("another rank of the engine has failed")
-
-
-def _all_agree(answer: bool) -> bool:
-    return all_agree(get_pp_group(), all_agree(get_tp_group(), answer))
 
 
 def check_weights(
@@ -217,6 +231,8 @@ def check_weights(
 
     A part of the model, such as a layer's joined projections, takes all of its elements or none. Nothing is changed.
     """
+    if getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
+        _check_ties(model, weights)
     found = _take(model, weights.items())
     if not found and get_pp_group().world_size == 1:
         raise ValueError("none of its tensors is a weight of this engine")
@@ -233,6 +249,15 @@ def check_weights(
                     f"{name} has {taken.size} elements in this engine. It would take {taken.taken} of the "
                     f"{taken.offered} in the file, which must have all of its tensors, with their shapes, or none"
                 )
+
+
+def _check_ties(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError unless tensors are equal that vLLM has found to be equal at the start, and has tied."""
+    first: dict[int, str] = {}
+    for name, tensor in named_tensors(model).items():
+        other = first.setdefault(id(tensor), name)
+        if other != name and {name, other} <= weights.keys() and not torch.equal(weights[name], weights[other]):
+            raise ValueError(f"{name} and {other} are one tensor in this engine, and two in the file: restart with it")
 
 
 def _take(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, _Taken]:
@@ -293,6 +318,36 @@ def load_weights(model: Any, model_config: Any, weights: Mapping[str, torch.Tens
     except BaseException:
         undo_reload(model)
         raise
+
+
+def process(
+    load_config: Any,
+    model_config: Any,
+    model: Any,
+    own: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
+    target: Mapping[str, torch.Tensor],
+) -> None:
+    """Make of a checkpoint's tensors what a model would use. The model itself stays as it is, whatever happens.
+
+    ``own``: the parameters and buffers of the model. ``target``: what gets the result, with the names of those.
+    """
+    with unchanged(model, _PACKAGE):
+        vars(model).pop("load_weights", None)  # it refuses to write to shared memory
+        check_weights(load_config, model_config, model, weights)
+        before = named_tensors(model)
+        for name, tensor in own.items():
+            if name in target:
+                tensor.data = target[name]
+        load_weights(model, model_config, weights)
+        for name, tensor in named_tensors(model).items():
+            if tensor is before.get(name, tensor):
+                continue
+            # vLLM has made a new parameter.
+            for place in (target[own_name] for own_name, each in own.items() if each is before[name]):
+                if (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
+                    raise ValueError(f"{name} would have another form: {tensor.dtype}, {list(tensor.shape)}")
+                place.copy_(tensor)
 
 
 def undo_reload(model: torch.nn.Module) -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import EACCES, EAGAIN, EBUSY, ENOSPC
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from support.data import MIB, remove_tree
 from support.group_engine import Engine, Tensors, process, write_version
 from support.mounting import REPOSITORY, GpufsMount, Mounter
 from support.processes import NOBODY, errno_of
+from support.surviving import mounted
 
 import gpufs
 import gpufs.torch
@@ -254,3 +255,30 @@ def test_a_full_device_refuses_a_version(mount: Mounter) -> None:
     full.unlink()
     engine.update(versions[1])
     assert engine.has(versions[1])
+
+
+def test_engines_go_on_when_the_daemon_is_killed(tmp_path: Path) -> None:
+    """An update in whose middle it is killed works, or fails and works when it is tried again."""
+    with mounted(tmp_path / "mount", memory="64M") as survivor:
+        device = survivor.device
+        versions = [write_version(device / f"version-{number}", number) for number in range(4)]
+        first, second = Engine(device, versions[0]), Engine(device, versions[0])
+
+        def interrupted(checkpoint: Path, target: Tensors) -> None:
+            survivor.kill()
+            process(checkpoint, target)
+
+        with suppress(OSError):
+            first.update(versions[1], interrupted)
+        assert first.has(versions[0]) or first.has(versions[1])
+        first.update(versions[1])
+        second.prepare(versions[1])
+        survivor.kill()
+        with suppress(OSError):
+            second.group.commit()
+        second.group.commit()
+        assert first.has(versions[1])
+        assert second.has(versions[1])
+        second.update(versions[2])
+        first.update(versions[2], never)
+        assert first.has(versions[2])

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.slow
 def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}: scripts/setup-vllm makes it")
-    mounted = mount(memory=512 * MIB, allow_other=True)
+    mounted = mount("--host-memory", "128M", memory=512 * MIB, allow_other=True)
     model = mounted.device / "Tiny-Qwen3"
     make_model(tmp_path / "model", seed=0)
     shutil.copytree(tmp_path / "model", model)
@@ -282,6 +282,116 @@ def test_vllm_takes_new_weights_from_a_file(servers: Servers[Outcome, GpufsMount
         assert told in text
     assert done.updated[3:] == [expected[1], expected[0]]
     assert not servers.published()
+
+
+@pytest.mark.timeout(1800)
+def test_vllm_engines_of_a_group_take_versions_together(servers: Servers[Outcome, GpufsMount]) -> None:
+    """One processes and the other follows, at the same addresses, with the tokens of fresh engines.
+
+    Also while one sleeps, one dies, and versions are refused or replaced by later ones.
+    """
+    versions = [servers.model, *(servers.mount.device / f"version{number}" for number in (1, 2))]
+    for number, version in enumerate(versions[1:], start=1):
+        make_model(servers.scratch / version.name, seed=number)
+        shutil.copytree(servers.scratch / version.name, version)
+    make_model(servers.scratch / "narrow", seed=0, width=256)
+    shutil.copytree(servers.scratch / "narrow", servers.mount.device / "narrow")
+    fresh = [servers.start(load_format="auto", model=version).tokens for version in versions]
+    assert len({tuple(tokens) for tokens in fresh}) == len(versions)
+    settings: dict[str, Any] = {
+        "extra": {"group": "policy"},
+        "options": {"weight_transfer_config": {"backend": "gpufs"}},
+    }
+    with servers.talk("one", **settings) as one, servers.talk("two", **settings) as two:
+
+        def check(first: int, second: int) -> None:
+            """Both have these versions, and one file is all that there is."""
+            assert [engine.ask("tokens") for engine in (one, two)] == [fresh[first], fresh[second]]
+            assert [engine.ask("addresses") for engine in (one, two)] == addresses
+            assert len(servers.published()) == 1
+            assert len(list(servers.published()[0].parent.iterdir())) == 1
+
+        def used() -> int:
+            status = os.statvfs(servers.mount.device)
+            return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+        addresses = [engine.ask("addresses") for engine in (one, two)]
+        check(0, 0)
+        before, own = used(), [engine.ask("private") for engine in (one, two)]
+        assert one.ask("update", versions[1]) == ""
+        check(1, 0)
+        assert two.ask("update", versions[1]) == ""
+        check(1, 1)
+        assert two.ask("update", versions[2]) == ""  # the one that maps processes
+        assert one.ask("update", versions[2]) == ""
+        check(2, 2)
+        assert used() == before
+        weights = servers.published()[0].stat().st_size
+        assert all(
+            engine.ask("private") < private + weights / 2 for engine, private in zip((one, two), own, strict=True)
+        )
+
+        for wrong in ("narrow", "missing"):
+            assert wrong in two.ask("update", servers.mount.device / wrong) or wrong == "narrow"
+            check(2, 2)
+        assert used() == before
+        assert one.ask("prepare", versions[0]) == ""
+        assert two.ask("update", versions[0]) == ""
+        assert two.ask("update", versions[1]) == ""
+        check(2, 1)
+        assert one.ask("finish") == ""
+        check(0, 1)
+
+        one.ask("sleep")
+        assert two.ask("update", versions[2]) == ""
+        assert "wake" in one.ask("update", versions[2])
+        one.ask("wake")
+        check(0, 2)
+        assert one.ask("update", versions[2]) == ""
+        check(2, 2)
+
+        with servers.talk("three", **settings) as three, ThreadPoolExecutor(1) as pool:
+            assert three.ask("tokens") == fresh[2]
+            assert three.ask("die", versions[1]) == "dies"
+            updated = pool.submit(two.ask, "update", versions[1])
+            assert one.ask("tokens") == fresh[2]
+            assert not updated.done()
+            three.process.kill()
+            assert updated.result() == ""
+        assert one.ask("update", versions[1]) == ""
+        check(1, 1)
+
+
+@pytest.mark.timeout(1800)
+def test_vllm_ranks_of_a_group_have_one_version(servers: Servers[Outcome, GpufsMount]) -> None:
+    """All ranks take a version or none; an engine does not map files of two versions."""
+    ranks = {"VLLM_PLUGINS": "gpufs,without_onednn", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    servers.environment = {**servers.environment, **ranks}
+    options = {"tensor_parallel_size": 2}
+    other = servers.mount.device / "other"
+    make_model(servers.scratch / "other", seed=1)
+    shutil.copytree(servers.scratch / "other", other)
+    expected = servers.start(load_format="auto", options=options).tokens
+    settings: dict[str, Any] = {
+        "extra": {"group": "policy"},
+        "options": {**options, "weight_transfer_config": {"backend": "gpufs"}},
+    }
+    first = servers.start(updates=["/missing", str(other), str(servers.model), str(other)], **settings)
+    assert first.tokens == expected
+    assert "missing" in first.updated[0]
+    assert first.updated[2] == expected
+    assert first.updated[1] == first.updated[3] != expected
+    published = servers.published()
+    assert len(published) == 2
+    before = published[0].read_bytes()
+    second = servers.start(updates=[str(servers.model)], **settings)
+    assert second.tokens == first.updated[1]  # not what it was started with, but what the group has
+    assert second.updated == [expected]
+    servers.mount.device.joinpath("old").write_bytes(before)
+    servers.mount.device.joinpath("old").rename(published[0])  # as after a crash between two renames
+    torn = servers.start(updates=[str(other)], **settings)
+    assert torn.tokens == expected
+    assert torn.updated == [first.updated[1]]
 
 
 # Some longer than a block of the prefix cache, and one of them with the beginning of another.

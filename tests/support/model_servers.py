@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -47,12 +47,7 @@ class Servers(Generic[Outcome, Mount]):
 
     def start(self, *prefix: str, model: Path | None = None, plugins: str | None = None, **settings: object) -> Outcome:
         """Runs an engine to its end. prefix: a program that runs it, with its arguments. plugins: of SGLang."""
-        text = json.dumps({"model": str(model or self.model), **settings})
-        environment = {**os.environ, "HOME": str(self.scratch), "HF_HUB_OFFLINE": "1", **self.environment}
-        if plugins is not None:
-            environment["SGLANG_PLUGINS"] = plugins
-        program = REPOSITORY / "tests" / "support" / f"{self.program}_engine.py"
-        command = [*prefix, str(self.python), str(program), text]
+        command, environment = self._engine(prefix, model, plugins, settings)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
         except subprocess.TimeoutExpired as late:
@@ -61,6 +56,34 @@ class Servers(Generic[Outcome, Mount]):
         self.log = done.stdout + done.stderr
         last = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
         return self.outcome(**json.loads(last))
+
+    def _engine(
+        self, prefix: Sequence[str], model: Path | None, plugins: str | None, settings: Mapping[str, object]
+    ) -> tuple[list[str], dict[str, str]]:
+        text = json.dumps({"model": str(model or self.model), **settings})
+        environment = {**os.environ, "HOME": str(self.scratch), "HF_HUB_OFFLINE": "1", **self.environment}
+        if plugins is not None:
+            environment["SGLANG_PLUGINS"] = plugins
+        program = REPOSITORY / "tests" / "support" / f"{self.program}_engine.py"
+        return [*prefix, str(self.python), str(program), text], environment
+
+    @contextmanager
+    def talk(self, name: str, model: Path | None = None, **settings: object) -> Iterator[Talk]:
+        """Runs an engine that answers; its log is NAME.log in the scratch directory."""
+        command, environment = self._engine((), model, None, {**settings, "talks": True})
+        log = self.scratch / f"{name}.log"
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            ) as process,
+        ):
+            try:
+                engine = Talk(process, log)
+                engine.answer()
+                yield engine
+            finally:
+                process.kill()
 
     @contextmanager
     def serve(self, command: str, *arguments: str, **environment: str) -> Iterator[str]:
@@ -147,6 +170,27 @@ class Servers(Generic[Outcome, Mount]):
         """Bytes of the model's and of published weights that were ever read through the mount."""
         files = [*self.model.glob("*.safetensors"), *self.published()]
         return sum(int(os.getxattr(file, "user.gpufs.bytes_read")) for file in files)
+
+
+@dataclass
+class Talk:
+    """An engine that answers."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    def ask(self, command: str, path: Path | None = None) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([command, str(path)]) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                return json.loads(line.removeprefix("ANSWER "))
+        raise AssertionError(self.log.read_text())
 
 
 @dataclass

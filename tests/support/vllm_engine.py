@@ -10,19 +10,22 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.stops import stop
 
 PROMPT = [1, 2, 3, 4, 5]
+ANSWER = "ANSWER "  # begins the lines that answer
 
 
 class Settings(NamedTuple):
     """onednn: whether vLLM may move weights into oneDNN's forms. attempts: see `try_to`. options: more settings.
 
     stops: a folder, see `support.stops`. There are "load", "generate" and "end". updates: files with new weights, each
-    loaded while the engine runs. prompts: what to answer besides PROMPT.
+    loaded while the engine runs. prompts: what to answer besides PROMPT. talks: answers what each line asks for, see
+    `talk`, instead.
     """
 
     model: str
@@ -34,6 +37,7 @@ class Settings(NamedTuple):
     stops: str | None = None
     updates: tuple[str, ...] = ()
     prompts: tuple[list[int], ...] = ()
+    talks: bool = False
 
 
 class Outcome(NamedTuple):
@@ -87,6 +91,9 @@ def main() -> None:
         (output,) = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
         return list(output.outputs[0].token_ids)
 
+    if settings.talks:
+        talk(llm, generate)
+        return
     tokens = generate()
     ctypes.CDLL(None).malloc_trim(0)
     private = private_bytes()
@@ -151,15 +158,56 @@ def private_bytes() -> int:
 
 def update(path: str, llm: Any) -> str:
     """Loads new weights, as a trainer does; returns the error's text."""
+    return prepare(path, llm) or finish(llm)
+
+
+def prepare(path: str, llm: Any) -> str:
     llm.init_weight_transfer_engine({"init_info": {}})
     llm.start_weight_update()
     try:
         llm.update_weights({"update_info": {"path": path}})
     except Exception as error:  # noqa: BLE001  its text is the result
         return str(error)
-    llm.finish_weight_update()
+    return ""
+
+
+def finish(llm: Any) -> str:
+    try:
+        llm.finish_weight_update()
+    except Exception as error:  # noqa: BLE001  its text is the result
+        return str(error)
     llm.reset_prefix_cache()
     return ""
+
+
+def talk(llm: Any, generate: Callable[[], list[int]]) -> None:
+    """Answers each line of the standard input by a line: a command and a path, in JSON; "die" ends in the middle."""
+    import gpufs
+    import gpufs.integrations._vllm_pieces as pieces
+
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    commands: dict[str, Callable[[str], Any]] = {
+        "update": lambda path: update(path, llm),
+        "prepare": lambda path: prepare(path, llm),
+        "finish": lambda _: finish(llm),
+        "tokens": lambda _: generate(),
+        "sleep": lambda _: gpufs.sleep(),
+        "wake": lambda _: gpufs.wake(),
+        "private": lambda _: private_bytes(),
+        "addresses": lambda _: [each.data_ptr() for each in (*model.parameters(), *model.buffers())],
+    }
+
+    def die(*_: Any) -> None:
+        print(ANSWER + '"dies"', file=sys.__stdout__, flush=True)
+        time.sleep(3600)
+
+    print(ANSWER + '""', file=sys.__stdout__, flush=True)
+    for line in sys.stdin:
+        command, path = json.loads(line)
+        if command == "die":
+            vars(pieces)["finalize_layerwise_reload"] = die  # in the middle of a load
+            command = "update"
+        print(ANSWER + json.dumps(commands[command](path)), file=sys.__stdout__, flush=True)
 
 
 def try_to(attempt: str, llm: Any) -> str:
