@@ -220,9 +220,9 @@ def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
 def make_servers(mounted: Mount, tmp_path: Path) -> Servers[Outcome, Mount]:
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}: scripts/setup-sglang makes it")
-    path = [python_path(tmp_path, PLUGINS, "sglang", "change_model", "enable_memory_saver", "stop_loads")]
+    plugins = python_path(tmp_path, PLUGINS, "sglang", "change_model", "enable_memory_saver", "stop_loads")
     environment = {
-        "PYTHONPATH": os.pathsep.join([*path, str(REPOSITORY / "tests/support/memory_saver")]),
+        "PYTHONPATH": os.pathsep.join([plugins, str(REPOSITORY / "tests/support/memory_saver")]),
         "SGLANG_PLUGINS": "gpufs",
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # the processors of each rank
