@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from errno import EACCES, EAGAIN, ETIMEDOUT
 from io import FileIO
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,14 +43,6 @@ _groups: Final[WeakKeyDictionary[torch.nn.Module, Group]] = WeakKeyDictionary()
 def group_of(module: torch.nn.Module) -> Group | None:
     """Return the group that a model takes its weights with. None if it does not, as with weights of its own."""
     return _groups.get(module)
-
-
-class _Prepared(NamedTuple):
-    """A version that :meth:`Group.commit` will map: its file, open and attached."""
-
-    file: FileIO
-    attached: SafetensorsFile
-    version: Version
 
 
 class Group:
@@ -91,7 +83,7 @@ class Group:
         self._attachment = file.memory.attached
         self._kinds = kinds_of(file)
         self._layout = FileLayout.read(os.fspath(self._path), BoundedFile(self._memory.size, self._memory.read))
-        self._prepared: _Prepared | None = None
+        self._prepared: tuple[FileIO, SafetensorsFile, Version] | None = None  # a file, open and attached
         _groups[module] = self
 
     def checkpoint(self, path: str) -> ModelFiles:
@@ -160,7 +152,8 @@ class Group:
                 for name, tensor in self.tensors.items():
                     if name in self._kinds and not self._memory.contains(tensor):
                         tensor.data.copy_(attached.uncounted(name))
-            _synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # before the lease on the file ends
             self.version = version
         self.forget()
         return True
@@ -169,7 +162,7 @@ class Group:
         """Forget what was prepared. Does nothing if that is nothing."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
-            prepared.file.close()
+            prepared[0].close()
 
     def _check_awake(self) -> None:
         if self._attachment.is_asleep:
@@ -210,7 +203,7 @@ class Group:
                         "not what this engine uses: restart the engines of the group"
                     )
             opened.pop_all()
-        self._prepared = _Prepared(file, attached, version)
+        self._prepared = file, attached, version
 
     def _publish(self, checkpoint: ModelFiles, process: Process, *, mine: bool) -> None:
         """Make a version and prepare it. The files of all ranks get their names when all are complete."""
@@ -258,7 +251,6 @@ class Group:
         start, header = read_header(BoundedFile(memory.size, memory.read))
         text = build_header(header.entries.items(), {**(header.metadata or {}), **note.metadata()}, size=start)
         memory.uncounted(0, start).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        _synchronize()
 
     def _give_name(self, new: TensorFile, mode: int) -> None:
         """Put a complete file in the place of the one that has the name. Only those who may read both may read it."""
@@ -268,8 +260,3 @@ class Group:
                 self._checked_layout(old.fileno())
             os.fchmod(old.fileno(), status.st_mode & self._shared.mode & mode)  # the new one takes its mode over
         new.take_name()
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

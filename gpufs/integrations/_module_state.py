@@ -113,7 +113,6 @@ def unchanged(module: torch.nn.Module, package: str) -> Iterator[None]:
     dicts = [vars(owner) for owner in owners]
     dicts += [vars(part)[name] for part in module.modules() for name in ("_parameters", "_buffers")]
     kept = [(each, dict(each)) for each in dicts]
-    hidden = [(part, set(part._non_persistent_buffers_set)) for part in module.modules()]
     data = [(tensor, tensor.data) for tensor in named_tensors(module).values()]
     try:
         yield
@@ -125,11 +124,8 @@ def unchanged(module: torch.nn.Module, package: str) -> Iterator[None]:
         for each, content in kept:
             each.clear()
             each.update(content)
-        for part, names in hidden:
-            part._non_persistent_buffers_set.clear()
-            part._non_persistent_buffers_set.update(names)
-        for tensor, value in data:
-            tensor.data = value
+        for tensor, memory in data:
+            tensor.data = memory
 
 
 def numbers(module: torch.nn.Module) -> str:

@@ -225,16 +225,22 @@ def in_all_ranks() -> Iterator[None]:
 
 
 def check_weights(
-    load_config: Any, model_config: Any, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]
+    load_config: Any,
+    model_config: Any,
+    model: torch.nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    whole: bool = False,
 ) -> None:
     """Raise ValueError, with a name, unless these tensors of a checkpoint fit a model that runs.
 
-    A part of the model, such as a layer's joined projections, takes all of its elements or none. Nothing is changed.
+    A part of the model, such as a layer's joined projections, takes all of its elements; or none, unless ``whole``.
+    Nothing is changed.
     """
     if getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
         _check_ties(model, weights)
-    found = _take(model, weights.items())
-    if not found and get_pp_group().world_size == 1:
+    found = _take(model, weights.items(), whole=whole)
+    if not any(each.taken for each in found.values()) and get_pp_group().world_size == 1:
         raise ValueError("none of its tensors is a weight of this engine")
     ranks = get_tensor_model_parallel_world_size()
     # Elements are missing, or left over.
@@ -242,12 +248,13 @@ def check_weights(
     if odd:
         usual: dict[str, _Taken] = {}  # of the engine's own checkpoint, as of parts that are padded
         with suppress(Exception):  # it may be gone
-            usual = _take(model, get_model_loader(load_config).get_all_weights(model_config, model))
+            usual = _take(model, get_model_loader(load_config).get_all_weights(model_config, model), whole=whole)
         for name, taken in odd.items():
             if taken != usual.get(name):
                 raise ValueError(
                     f"{name} has {taken.size} elements in this engine. It would take {taken.taken} of the "
-                    f"{taken.offered} in the file, which must have all of its tensors, with their shapes, or none"
+                    f"{taken.offered} in the file, which must have all of its tensors, with their shapes"
+                    f"{'' if whole else ', or none'}"
                 )
 
 
@@ -260,10 +267,11 @@ def _check_ties(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> 
             raise ValueError(f"{name} and {other} are one tensor in this engine, and two in the file: restart with it")
 
 
-def _take(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, _Taken]:
+def _take(model: Any, weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> dict[str, _Taken]:
     """Have a model's loaders take tensors, as when they are loaded, but into the meta device.
 
-    Return what the parts have taken that have taken anything. ValueError with the name of a tensor that does not fit.
+    Return what the parts have taken that have taken anything, and with ``whole`` the others that have parameters, too.
+    ValueError with the name of a tensor that does not fit.
     """
     tensor = "?"
 
@@ -283,15 +291,19 @@ def _take(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, 
         with disable_mtp_completeness_check():
             model.load_weights(named())
         found = {}
+        parameters = {part: {*map(id, get_layerwise_info(part).kernel_tensors[0].values())} for part in model.modules()}
+        loaded = [parameters[part] for part in model.modules() if get_layerwise_info(part).load_numel]
+        taken = {each for one in loaded for each in one}
         for name, part in model.named_modules():
             info = get_layerwise_info(part)
+            is_missing = whole and bool(parameters[part] - taken)  # else it has none, or tied ones
             offered = 0
             for attribute, arguments in info.loaded_weights:
                 tensor, value = f"{name}.{attribute}", arguments.arguments.get("loaded_weight")
                 if isinstance(value, torch.Tensor):
                     _check_dtype(getattr(part, attribute).dtype, value.dtype)
                     offered += value.numel()
-            if info.load_numel and not is_deferred_attention_layer(part):
+            if (info.load_numel or is_missing) and not is_deferred_attention_layer(part):
                 found[name] = _Taken(info.load_numel_total, info.load_numel, offered)
         return found
     except Exception as error:
@@ -334,7 +346,7 @@ def process(
     """
     with unchanged(model, _PACKAGE):
         vars(model).pop("load_weights", None)  # it refuses to write to shared memory
-        check_weights(load_config, model_config, model, weights)
+        check_weights(load_config, model_config, model, weights, whole=True)
         before = named_tensors(model)
         for name, tensor in own.items():
             if name in target:

@@ -8,8 +8,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from errno import EACCES, EAGAIN, EBUSY, ENOSPC
+from contextlib import ExitStack, contextmanager, suppress
+from errno import EACCES, EAGAIN, EBUSY, EIO, ENOSPC
 from pathlib import Path
 
 import pytest
@@ -42,15 +42,14 @@ class Program:
 
 
 @contextmanager
-def program(*prefix: str, device: Path, checkpoint: Path) -> Iterator[Program]:
-    """Runs an engine. prefix: a program that runs it, with its arguments."""
-    words = [*prefix, sys.executable, str(REPOSITORY / "tests/support/group_engine.py"), str(device), str(checkpoint)]
+def program(*prefix: str, device: Path, checkpoint: Path, rank: tuple[object, ...] = ()) -> Iterator[Program]:
+    """Runs an engine, or one of its two ranks. prefix: a program that runs it, with its arguments."""
+    engine = REPOSITORY / "tests/support/group_engine.py"
+    words = [str(word) for word in (*prefix, sys.executable, engine, device, checkpoint, *rank)]
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests"}
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as started:
         try:
-            engine = Program(started)
-            assert engine.answer() == "ready"
-            yield engine
+            yield Program(started)
         finally:
             started.kill()
 
@@ -136,6 +135,7 @@ def test_an_engine_that_dies_while_it_processes_leaves_the_version_to_others(
 ) -> None:
     engine = Engine(device, versions[0])
     with program(device=device, checkpoint=versions[0]) as other, ThreadPoolExecutor(1) as pool:
+        assert other.answer() == "ready"
         assert other.ask("hang", versions[1]) == "hangs"
         update = pool.submit(engine.update, versions[1])
         assert not threading.Event().wait(0.5)
@@ -212,12 +212,43 @@ def test_another_user_can_follow_and_not_publish(device: Path, versions: list[Pa
     capability = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
     nobody = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *capability)
     with program(*nobody, device=device, checkpoint=versions[0]) as other:
+        assert other.answer() == "ready"
         assert other.ask("update", versions[1]) == str(EACCES)
         assert other.ask("has", versions[0]) == "True"
         engine.update(versions[1])
         assert other.ask("update", versions[1]) == "0"
         assert other.ask("has", versions[1]) == "True"
     assert not (device / f"engines-{NOBODY}").exists()
+
+
+def test_all_ranks_of_an_engine_have_one_version(device: Path, versions: list[Path], tmp_path: Path) -> None:
+    """One that fails keeps the others from a version; files of two versions are not mapped."""
+
+    def both(ranks: list[Program], *commands: str, version: Path) -> list[str]:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda rank, command: rank.ask(command, version), ranks, commands))
+
+    @contextmanager
+    def engine(name: str) -> Iterator[list[Program]]:
+        with ExitStack() as started:
+            places = [(rank, tmp_path / name) for rank in range(2)]
+            programs = (program(device=device, checkpoint=versions[0], rank=place) for place in places)
+            yield [started.enter_context(each) for each in programs]
+
+    with engine("first") as one:
+        assert [rank.answer() for rank in one] == ["ready"] * 2
+        before = sorted(files_of(device))[0].read_bytes()
+        for failing in (("update", "fail"), ("fail", "update")):
+            assert both(one, *failing, version=versions[1]) == [str(EIO)] * 2
+            assert both(one, "has", "has", version=versions[0]) == ["True"] * 2
+        for version in versions[1:]:
+            assert both(one, "update", "update", version=version) == ["0", "0"]
+            assert both(one, "has", "has", version=version) == ["True"] * 2
+    old = device / "engines" / "old"
+    old.write_bytes(before)
+    old.rename(sorted(files_of(device))[0])  # as after a crash between two renames
+    with engine("second") as torn:
+        assert [rank.answer() for rank in torn] == ["own"] * 2
 
 
 def test_an_engine_wakes_with_the_version_it_slept_with(mount: Mounter) -> None:

@@ -296,6 +296,12 @@ def test_vllm_engines_of_a_group_take_versions_together(servers: Servers[Outcome
         shutil.copytree(servers.scratch / version.name, version)
     make_model(servers.scratch / "narrow", seed=0, width=256)
     shutil.copytree(servers.scratch / "narrow", servers.mount.device / "narrow")
+    whole = {name: each for file in servers.model.glob("*.safetensors") for name, each in load_file(file).items()}
+    for lost in ("layers.2.", "lm_head.", "norm.weight", "layers.5.mlp."):
+        folder = servers.mount.device / f"without-{lost}"
+        folder.mkdir()
+        rest = {name: each for name, each in whole.items() if lost not in name}
+        gpufs_torch.publish(rest, folder / "model.safetensors")
     fresh = [servers.start(load_format="auto", model=version).tokens for version in versions]
     assert len({tuple(tokens) for tokens in fresh}) == len(versions)
     settings: dict[str, Any] = {
@@ -331,8 +337,9 @@ def test_vllm_engines_of_a_group_take_versions_together(servers: Servers[Outcome
             engine.ask("private") < private + weights / 2 for engine, private in zip((one, two), own, strict=True)
         )
 
-        for wrong in ("narrow", "missing"):
-            assert wrong in two.ask("update", servers.mount.device / wrong) or wrong == "narrow"
+        for wrong in ("narrow", "missing", *(folder.name for folder in servers.mount.device.glob("without-*"))):
+            refusal = two.ask("update", servers.mount.device / wrong)
+            assert "elements" in refusal or "missing" in refusal, (wrong, refusal)
             check(2, 2)
         assert used() == before
         assert one.ask("prepare", versions[0]) == ""

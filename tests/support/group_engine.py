@@ -1,7 +1,8 @@
 """An engine of a group, with a module of torch in the place of a server's model.
 
-Usage: group_engine.py DEVICE CHECKPOINT: a program that does what each line says, and answers with a line:
-"update CHECKPOINT" (errno, 0 if it has), "has CHECKPOINT" (True or False), "hang CHECKPOINT" (while it processes).
+Usage: group_engine.py DEVICE CHECKPOINT [RANK FILE]: a program that does what each line says, and answers with a line:
+"update CHECKPOINT" (errno, 0 if it has), "has CHECKPOINT" (True or False), "hang CHECKPOINT" (while it processes),
+"fail CHECKPOINT" (in the middle). RANK: of an engine with two, which meet by the file.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from errno import EIO
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -58,6 +61,10 @@ def process(checkpoint: Path, target: Tensors) -> None:
     target["total"].copy_(total)
 
 
+class OwnWeights(Exception):
+    """The engine has weights of its own."""
+
+
 class Lines(logging.Handler):
     """Collects what is logged."""
 
@@ -72,10 +79,11 @@ class Lines(logging.Handler):
 class Engine:
     """An engine of a group, which starts with a checkpoint."""
 
-    def __init__(self, device: Path, checkpoint: Path, *trusted: str, log: list[str] | None = None) -> None:
+    def __init__(self, device: Path, checkpoint: Path, log: list[str] | None = None, ranks: Any = ONE_RANK) -> None:
         files = ModelFiles([str(checkpoint / "model.safetensors")], device)
-        key = {"group": device.name}
-        shared = SharedWeights(device, "engines", "group", key, trusted, files.mode(), files.version)
+        key = {"rank": ranks.rank_in_group}
+        label = f"group-{ranks.rank_in_group}"
+        shared = SharedWeights(device, "engines", label, key, (), files.mode(), files.version)
         logger = logging.Logger("engine")
         if log is not None:
             logger.addHandler(Lines(log))
@@ -87,12 +95,13 @@ class Engine:
             reason_against=lambda _: None,
             attributes=lambda _: {},
             moved=lambda _: None,
-            ranks=ONE_RANK,
+            ranks=ranks,
         )
         loaded = get_model(server, shared)
-        assert loaded.shared is not None, log
+        if loaded.shared is None:
+            raise OwnWeights
         self.model = loaded.model
-        self.group = Group(self.model, shared, loaded.shared, ONE_RANK, server.logger)
+        self.group = Group(self.model, shared, loaded.shared, ranks, server.logger)
         self.addresses = self._addresses()
 
     @staticmethod
@@ -129,13 +138,26 @@ class Engine:
 
 
 def main() -> None:
-    device, first = map(Path, sys.argv[1:])
-    engine = Engine(device, first)
+    device, first, *of_rank = sys.argv[1:]
+    ranks = ONE_RANK
+    if of_rank:
+        rank, file = of_rank
+        torch.distributed.init_process_group("gloo", f"file://{file}", world_size=2, rank=int(rank))
+        ranks = SimpleNamespace(world_size=2, rank_in_group=int(rank), cpu_group=None)
+    try:
+        engine = Engine(Path(device), Path(first), ranks=ranks)
+    except OwnWeights:
+        print("own", flush=True)
+        return
 
     def hang(_checkpoint: Path, target: Tensors) -> None:
         target["one.weight"].zero_()
         print("hangs", flush=True)
         signal.pause()
+
+    def fail(_checkpoint: Path, target: Tensors) -> None:
+        target["one.weight"].zero_()
+        raise OSError(EIO, "as asked for")
 
     print("ready", flush=True)
     for line in sys.stdin:
@@ -145,9 +167,11 @@ def main() -> None:
             if command == "has":
                 answer = engine.has(Path(path))
             else:
-                engine.update(Path(path), hang if command == "hang" else process)
+                engine.update(Path(path), {"hang": hang, "fail": fail}.get(command, process))
         except OSError as error:
             answer = error.errno
+        except RuntimeError:  # another rank has failed
+            answer = EIO
         print(answer, flush=True)
 
 
