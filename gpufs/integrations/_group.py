@@ -181,7 +181,11 @@ class Group:
             with in_all_ranks(self._ranks), suppress(FileNotFoundError):
                 file = opened.enter_context(FileIO(self._path))
                 if os.fstat(file.fileno()).st_size:  # else it is a claim
-                    version = Note.of(read_header(BoundedFile.of(file.fileno()))[1].metadata, self._path).version
+                    try:
+                        _, header = read_header(BoundedFile.of(file.fileno()))
+                    except FormatError as error:
+                        raise FormatError(f"{self._path}: {error}: remove it, and update again") from None
+                    version = Note.of(header.metadata, self._path).version
                     found = file if version is not None and version.digest == wanted.digest else None
             if not all_agree(self._ranks, found is not None):
                 return None

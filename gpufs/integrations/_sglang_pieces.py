@@ -10,8 +10,9 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import sglang
@@ -26,9 +27,11 @@ from sglang.srt.weight_cache.ipc_loader import IpcModelLoader
 from sglang.srt.weight_cache.protocol import is_ipc_quant_supported
 
 from gpufs.integrations._module_state import set_attributes
+from gpufs.integrations._sglang_sleep import is_asleep as is_asleep
 from gpufs.integrations._sglang_sleep import sleep_with_memory_saver as sleep_with_memory_saver
 from gpufs.integrations._shared_weights import OpenWeights, fill
 from gpufs.integrations._sharing import device_name, has_no_effect_on_weights
+from gpufs.torch._module import named_tensors
 
 # An attribute of a module: why its weights cannot be changed. SGLang answers requests to change them with this text.
 REASON_AGAINST_CHANGES = "_derived_weight_cache_error"
@@ -95,6 +98,14 @@ def reason_to_keep_checkpoint() -> str | None:
     return None
 
 
+def obstacle_to_group() -> str | None:
+    """Return why the weights of an engine with these settings cannot change with those of others. None if they can."""
+    arguments = get_context().resolved_server_args_dict()
+    if arguments["pp_size"] > 1:
+        return "not yet with pipeline parallelism"
+    return None if arguments["speculative_algorithm"] is None else "not yet with speculative decoding"
+
+
 def weights_key(model_config: Any, load_config: Any, files: Sequence[list[Any]]) -> dict[str, Any]:
     """Return all that decides about processed weights. files: their identities."""
     parallel = get_parallel()
@@ -146,14 +157,71 @@ def build(load_config: Any, model_config: Any, weights: OpenWeights) -> torch.nn
         fill(model, weights)
     set_attributes(model, weights.attributes)
     rebind(model)
-    for prefix, module in model.named_modules():
-        for name, value in [*vars(module).items(), *module._parameters.items(), *module._buffers.items()]:
-            if isinstance(value, torch.Tensor) and value.is_meta and value.numel():
-                raise RuntimeError(f"{prefix}.{name} is not among the shared weights")
+    _check_complete(model)
     for name, parameter in model.named_parameters():
         if name in expected and expected[name] != (parameter.shape, parameter.dtype):
             raise RuntimeError(f"{name} has another shape or dtype than this engine expects")
     return model.eval()
+
+
+def _check_complete(model: torch.nn.Module) -> None:
+    for prefix, module in model.named_modules():
+        for name, value in [*vars(module).items(), *module._parameters.items(), *module._buffers.items()]:
+            if isinstance(value, torch.Tensor) and value.is_meta and value.numel():
+                raise RuntimeError(f"{prefix}.{name} is not among the shared weights")
+
+
+def load_into(
+    tensors: Mapping[str, torch.Tensor], path: str, loader: Any, model_config: Any, device: torch.device
+) -> None:
+    """Have a loader of SGLang's load a checkpoint into the tensors of a model that runs, or rather of a second one.
+
+    ValueError if the model is quantised, or the tensors are not those of such a model. Raises what SGLang raises.
+    """
+    quantisation = _get_quantization_config(model_config, loader.load_config)
+    if quantisation is not None:
+        raise ValueError(
+            f"the model is quantised ({quantisation.get_name()}), and only others can be updated in a group"
+        )
+    config = copy(model_config)
+    config.model_path = path
+    embeddings = dict(_ROPE_DICT)
+    _ROPE_DICT.clear()  # else the second model gets those of the one that runs
+    try:
+        with set_default_torch_dtype(config.dtype):
+            with torch.device("meta"):
+                model: torch.nn.Module = _initialize_model(config, loader.load_config)
+            _place(model, tensors)
+            rebind(model)
+            _check_complete(model)
+            loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), device)
+    finally:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(embeddings)
+    loaded = named_tensors(model)
+    for name in sorted(loaded.keys() ^ tensors.keys()):
+        raise ValueError(f"{name} is in one only of the loaded model and the group's file")
+    for name, tensor in loaded.items():
+        if tensor.data_ptr() != tensors[name].data_ptr():
+            tensors[name].copy_(tensor)
+
+
+def _place(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a model on the meta device these tensors. Parameters keep what SGLang's loaders have to know of them."""
+    placed: dict[int, torch.Tensor] = {}
+    for name, old in named_tensors(model).items():
+        new = tensors.get(name)
+        if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise ValueError(
+                f"{name} has another form in the group's file than before it is processed, or is not there"
+            )
+        if id(old) not in placed:
+            placed[id(old)] = new
+            if isinstance(old, torch.nn.Parameter):
+                placed[id(old)] = torch.Tensor._make_subclass(type(old), new, False)
+                vars(placed[id(old)]).update(vars(old))
+        prefix, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(prefix), attribute, placed[id(old)])
 
 
 def rebind(model: torch.nn.Module) -> None:

@@ -29,6 +29,11 @@ def sleep_with_memory_saver(model: torch.nn.Module) -> None:
     _own.extend(parameter for parameter in model.parameters() if parameter.nbytes < SMALLEST_SHARED)
 
 
+def is_asleep() -> bool:
+    """Return whether SGLang has freed its weights, and not yet taken them back."""
+    return bool(_saved)
+
+
 def _with(
     call: Callable[[Any, str], None], *, before: Callable[[], None] = lambda: None, after: Callable[[], None]
 ) -> Callable[[Any, str], None]:

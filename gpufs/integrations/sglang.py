@@ -26,6 +26,8 @@ def register() -> None:
     HookRegistry.register(target, _choose_loader, HookType.AROUND)
     # Adapters are loaded by it, with the configuration of the model.
     HookRegistry.register("sglang.srt.model_loader.loader.DefaultModelLoader.__init__", _name_format, HookType.BEFORE)
+    target = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk"
+    HookRegistry.register(target, _take_version, HookType.AROUND)
 
 
 def _choose_loader(original: Callable[[Any], None], load_config: Any) -> None:
@@ -44,6 +46,16 @@ def _name_format(loader: Any, load_config: Any) -> tuple[tuple[Any, Any], dict[s
 
     others = LoaderSettings(load_config.model_loader_extra_config).others
     return (loader, replace(load_config, load_format="auto", model_loader_extra_config=others)), {}
+
+
+def _take_version(
+    original: Callable[..., tuple[bool, str]], updater: Any, *arguments: Any, **named: Any
+) -> tuple[bool, str]:
+    """Let an engine of a group take a version as the others do: SGLang would write to memory that is theirs, too."""
+    runner = getattr(updater, "get_model_runner", lambda: None)()
+    take = getattr(getattr(runner, "loader", None), "take_version", None)  # of our loader alone
+    taken: tuple[bool, str] | None = take and take(updater, *arguments, **named)
+    return taken or original(updater, *arguments, **named)
 
 
 def loader_class() -> type:

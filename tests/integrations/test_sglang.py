@@ -11,24 +11,32 @@ import ast
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 from support.cli import gpufs
 from support.data import MIB
-from support.model_servers import Servers, make_model, python_path
+from support.model_servers import Mount, Servers, make_model, python_path
 from support.mounting import REPOSITORY, GpufsMount, Mounter
-from support.processes import PATIENCE
+from support.processes import PATIENCE, wait_until
 from support.server_sources import download_wheel
-from support.sglang_engine import Outcome
+from support.sglang_engine import PROMPT, Outcome
+from support.surviving import Survivor
+from support.surviving import mounted as surviving_mount
 
 VERSIONS = ("0.5.22", "0.5.23")
 CACHE = REPOSITORY / "build" / "servers"
@@ -84,6 +92,9 @@ def test_names_exist(sources: Path) -> None:
     loader = definitions(sources / "sglang/srt/model_loader/loader.py")
     cache = definitions(sources / "sglang/srt/weight_cache/ipc_loader.py")
     protocol = definitions(sources / "sglang/srt/weight_cache/protocol.py")
+    updater = sources / "sglang/srt/model_executor/model_runner_components/weight_updater.py"
+    update = "WeightUpdater.update_weights_from_disk"
+    runner = definitions(sources / "sglang/srt/model_executor/model_runner.py")
     signatures = [
         ("model_config load_config", loader["_get_quantization_config"]),
         ("model_config load_config quant_config", loader["_initialize_model"]),
@@ -97,13 +108,15 @@ def test_names_exist(sources: Path) -> None:
         ("model", loader["PreshardedModelLoader._rebind_parameter_aliases"]),
         ("self model_config", cache["IpcModelLoader._resolve_engine_quant"]),
         ("quant_method quant_config", protocol["is_ipc_quant_supported"]),
+        ("self model_path load_format weight_name_filter recapture_cuda_graph", definitions(updater)[update]),
+        ("self new_model model_path load_format load_config", runner["ModelRunner.update_model_fields"]),
+        ("self model_config model", loader["DefaultModelLoader._get_all_weights"]),
     ]
     for names, function in signatures:
         assert isinstance(function, ast.FunctionDef)
         arguments = [*function.args.args, *function.args.kwonlyargs]
         assert [argument.arg for argument in arguments] == names.split(), function.name
     assert "preloaded_weights_bytes" in loader
-    updater = sources / "sglang/srt/model_executor/model_runner_components/weight_updater.py"
     assert '"_derived_weight_cache_error"' in updater.read_text()
 
 
@@ -204,12 +217,12 @@ def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
     return make_servers(mount(memory=1024 * MIB), tmp_path)
 
 
-def make_servers(mounted: GpufsMount, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
+def make_servers(mounted: Mount, tmp_path: Path) -> Servers[Outcome, Mount]:
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}: scripts/setup-sglang makes it")
-    path = [python_path(tmp_path, PLUGINS, "sglang", "change_model", "enable_memory_saver")]
+    plugins = python_path(tmp_path, PLUGINS, "sglang", "change_model", "enable_memory_saver", "stop_loads")
     environment = {
-        "PYTHONPATH": os.pathsep.join([*path, str(REPOSITORY / "tests/support/memory_saver")]),
+        "PYTHONPATH": os.pathsep.join([plugins, str(REPOSITORY / "tests/support/memory_saver")]),
         "SGLANG_PLUGINS": "gpufs",
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # the processors of each rank
@@ -307,8 +320,9 @@ def test_weights_sleep_with_the_memory_saver(mount: Mounter, tmp_path: Path) -> 
             assert cached > 0
 
 
+@pytest.mark.timeout(1800)
 def test_ranks_share_weights(servers: Servers[Outcome, GpufsMount]) -> None:
-    """Each rank has weights of its own, and all ranks of an engine map or all load."""
+    """Each rank has weights of its own, and all ranks of an engine map or all load. They take a version together."""
     ranks = {"tp_size": 2}
     expected = servers.start(load_format="auto", options=ranks).tokens
     with ThreadPoolExecutor(2) as pool:
@@ -319,3 +333,177 @@ def test_ranks_share_weights(servers: Servers[Outcome, GpufsMount]) -> None:
     published[1].unlink()
     assert servers.start(options=ranks).tokens == expected
     assert servers.published() == published
+
+    version = servers.model.with_name("version")
+    make_model(version, seed=1, width=1024)
+    expected = servers.start(load_format="auto", options=ranks, model=version).tokens
+    engine = servers.start(options=ranks, extra={"group": "policy"}, attempts=[f"update {version}"])
+    assert json.loads(engine.errors[0]) == expected
+    assert len(servers.published()) == 4
+
+
+# ---- engines that take new versions together ----
+
+
+@dataclass
+class Engine:
+    """A server of SGLang, through its HTTP interface. armed: while this file exists, it stops in each load."""
+
+    address: str
+    stops: Path
+
+    @property
+    def armed(self) -> Path:
+        return self.stops / "armed"
+
+    def post(self, call: str, **body: object) -> Any:
+        """Returns the answer, also of a call that failed."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.address}{call}", json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=600) as answer:
+                return json.loads(answer.read() or "null")
+        except urllib.error.HTTPError as error:
+            return json.loads(error.read())
+
+    def tokens(self) -> list[int]:
+        parameters = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+        found: list[int] = self.post("/generate", input_ids=PROMPT, sampling_params=parameters)["output_ids"]
+        return found
+
+    def update(self, path: Path, **more: object) -> str:
+        """Updates the weights; returns why that failed, or ""."""
+        answer = self.post("/update_weights_from_disk", model_path=str(path), **more)
+        return "" if answer["success"] else str(answer["message"])
+
+    def version(self) -> str:
+        with urllib.request.urlopen(f"{self.address}/model_info", timeout=60) as answer:
+            return str(json.loads(answer.read())["weight_version"])
+
+
+@contextmanager
+def serve(servers: Servers[Outcome, Mount], name: str, model: Path) -> Iterator[Engine]:
+    """Runs an engine of a group."""
+    scratch = servers.scratch / name
+    scratch.mkdir()
+    arguments = f"""
+        --model-path {model} --load-format gpufs --skip-tokenizer-init --skip-server-warmup --device cpu
+        --dtype bfloat16 --attention-backend torch_native --sampling-backend pytorch --grammar-backend none
+        --context-length 64 --max-total-tokens 256 --max-running-requests 2 --disable-cuda-graph
+    """.split()
+    group = ("--model-loader-extra-config", json.dumps({"group": "policy"}))
+    plugins = {"SGLANG_PLUGINS": "gpufs,enable_memory_saver,stop_loads", "GPUFS_TEST_STOPS": str(scratch)}
+    command = f"exec {servers.python} -m sglang.launch_server"
+    with replace(servers, scratch=scratch).serve(command, *arguments, *group, **plugins) as address:
+        yield Engine(address, scratch)
+
+
+@pytest.mark.timeout(1800)
+def test_engines_take_versions_together(tmp_path: Path) -> None:
+    """One engine of a group processes a new version, and the others map it; what is refused changes nothing."""
+    with surviving_mount(tmp_path / "mnt", "--host-memory", "1G", memory="1G") as mounted:
+        servers = make_servers(mounted, tmp_path)
+        versions = [mounted.device / f"v{number}" for number in range(3)]
+        for seed, version in enumerate(versions):
+            make_model(tmp_path / version.name, seed=seed, layers=3)
+            shutil.copytree(tmp_path / version.name, version)
+        with ThreadPoolExecutor(len(versions)) as pool:
+            fresh = list(pool.map(lambda each: servers.start(load_format="auto", model=each).tokens, versions))
+        assert len({tuple(tokens) for tokens in fresh}) == len(versions)
+        with serve(servers, "a", versions[0]) as a, serve(servers, "b", versions[0]) as b:
+            take_versions(servers, a, b, versions, fresh)
+            refuse_versions(a, versions[1], fresh[1], tmp_path)
+            sleep_and_take_versions(a, b, versions, fresh)
+            fail_while_versions_change(servers, a, b, versions, fresh)
+
+
+def device_bytes(servers: Servers[Outcome, Survivor]) -> int:
+    return int(servers.mount.report()["devices"][0]["held_bytes"])
+
+
+def take_versions(
+    servers: Servers[Outcome, Survivor], a: Engine, b: Engine, versions: list[Path], fresh: list[list[int]]
+) -> None:
+    (first,) = servers.published()
+    used = device_bytes(servers)
+    assert a.tokens() == b.tokens() == fresh[0]
+    for number, engines in ((1, (a, b)), (2, (b, a))):  # b has mapped what a has published
+        for engine in engines:
+            assert engine.update(versions[number], weight_version=f"step {number}") == ""
+            assert engine.tokens() == fresh[number]
+            assert engine.version() == f"step {number}"
+    assert servers.published() == [first]
+    assert device_bytes(servers) == used
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda engine: engine.update(versions[1]), (a, b))) == ["", ""]
+    assert a.tokens() == b.tokens() == fresh[1]
+    assert device_bytes(servers) == used
+
+
+def refuse_versions(engine: Engine, good: Path, tokens: list[int], folder: Path) -> None:
+    """What cannot be a version is refused with a reason, and the engine goes on."""
+    wrong = {name: folder / name for name in ("gone", "empty", "other-shapes", "no-shard", "no-tensor", "cut-off")}
+    wrong["empty"].mkdir()
+    make_model(wrong["other-shapes"], seed=0, width=640, layers=3)
+    for name in ("no-shard", "no-tensor", "cut-off"):
+        shutil.copytree(good, wrong[name])
+    last = max(wrong["no-shard"].glob("*.safetensors"))
+    tensors = safetensors.torch.load_file(good / last.name)
+    tensors.popitem()
+    safetensors.torch.save_file(tensors, wrong["no-tensor"] / last.name)
+    os.truncate(wrong["cut-off"] / last.name, last.stat().st_size - 4096)
+    last.unlink()
+    for name, path in wrong.items():
+        assert engine.update(path, weight_version="wrong"), name
+        assert engine.tokens() == tokens, name
+        assert engine.version() != "wrong", name
+    assert "pt" in engine.update(good, load_format="pt")
+    assert engine.update(good, load_format="auto") == ""
+    assert engine.tokens() == tokens
+
+
+def sleep_and_take_versions(a: Engine, b: Engine, versions: list[Path], fresh: list[list[int]]) -> None:
+    """An engine that sleeps wakes on the version that it had, and takes a new one when it is asked to."""
+    assert b.tokens() == fresh[1]
+    b.post("/release_memory_occupation", tags=["weights"])
+    assert "resume" in b.update(versions[2])
+    for number in (2, 0):
+        assert a.update(versions[number]) == ""
+        assert a.tokens() == fresh[number]
+    b.post("/resume_memory_occupation", tags=["weights"])
+    assert b.tokens() == fresh[1]
+    assert b.update(versions[0]) == ""
+    assert a.tokens() == b.tokens() == fresh[0]
+
+
+def fail_while_versions_change(
+    servers: Servers[Outcome, Survivor], a: Engine, b: Engine, versions: list[Path], fresh: list[list[int]]
+) -> None:
+    """The daemon, and then the engine that processes a version, are killed in the middle."""
+    used = device_bytes(servers)
+    with ThreadPoolExecutor(2) as pool:
+        a.armed.touch()
+        updating = pool.submit(a.update, versions[1])
+        wait_until((a.stops / "loaded").exists, PATIENCE, "the load")
+        servers.mount.kill()
+        a.armed.unlink()
+        (a.stops / "loaded-go").touch()
+        failed = updating.result()
+        assert a.tokens() == fresh[0 if failed else 1]
+        assert b.tokens() == fresh[0]
+        assert [engine.update(versions[1]) for engine in (b, a)] == ["", ""]
+        assert a.tokens() == b.tokens() == fresh[1]
+        assert device_bytes(servers) == used
+
+        for left in ("loaded", "loaded-go"):
+            (a.stops / left).unlink()
+        a.armed.touch()
+        dying = pool.submit(a.update, versions[2])
+        wait_until((a.stops / "loaded").exists, PATIENCE, "the load")
+        taking = pool.submit(b.update, versions[2])
+        os.kill(int((a.stops / "pid").read_text()), signal.SIGKILL)
+        assert taking.result() == ""
+        assert b.tokens() == fresh[2]
+        assert dying.exception() is not None or dying.result()
+    wait_until(lambda: device_bytes(servers) == used, PATIENCE, "the end of the lease of the engine that is dead")
+    assert len(servers.published()) == 1

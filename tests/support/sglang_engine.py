@@ -30,7 +30,8 @@ class Settings(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """private_bytes: memory of the engine's processes alone. errors: of each attempt; of "sleep", what was seen.
+    """private_bytes: memory of the engine's processes alone. errors: of each attempt; of "sleep", what was seen, and
+    of an update the tokens after it.
 
     The fields from external_bytes on are as vllm_engine.py has them, of the first rank; with measure_loads alone.
     """
@@ -83,6 +84,11 @@ def main() -> None:
     for attempt in settings.attempts:
         if attempt == "sleep":
             errors.append(json.dumps(sleep_and_wake(engine, Path(settings.model), parameters)))
+        elif attempt.startswith("update "):
+            done, text, *_ = engine.update_weights_from_disk(attempt.partition(" ")[2])
+            assert done, text
+            output = engine.generate(input_ids=PROMPT, sampling_params=parameters)
+            errors.append(json.dumps(output["output_ids"]))
         else:
             errors.append(try_to(attempt, engine, settings.model))
     stop(settings.stops, "end")

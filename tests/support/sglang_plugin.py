@@ -26,6 +26,22 @@ def change_model() -> None:
     HookRegistry.register("sglang.srt.models.qwen3.Qwen3ForCausalLM.load_weights", change, HookType.AFTER)
 
 
+def stop_loads() -> None:
+    """Stops after weights are loaded, see `support.stops`, while the folder GPUFS_TEST_STOPS has a file "armed".
+
+    The number of the process is in the file "pid" there.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def stop_if_armed(*_: Any, **__: Any) -> None:
+        folder = Path(os.environ["GPUFS_TEST_STOPS"])
+        if (folder / "armed").exists():
+            (folder / "pid").write_text(str(os.getpid()))
+            stop(str(folder), "loaded")
+
+    HookRegistry.register("sglang.srt.models.qwen3.Qwen3ForCausalLM.load_weights", stop_if_armed, HookType.AFTER)
+
+
 def enable_memory_saver() -> None:
     """Loads the model with `--enable-memory-saver`, which without CUDA the server refuses earlier.
 
