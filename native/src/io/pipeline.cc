@@ -330,7 +330,7 @@ Pipeline::FastOutcome Pipeline::move_by_vendor(Work& work) {
                      moved.status.device_code())};
     }
     if (moved.bytes < piece.bytes) {
-      // Fallback finds out whether the file ends here.
+      // Not a refusal: fallback finds out whether the file ends here.
       if (transfer_.may_change_path()) return {Status{}, true};
       return {stopped_short(work)};
     }

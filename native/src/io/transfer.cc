@@ -287,6 +287,7 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
       log_info("fastpath does not take a file: ", attached.status().message());
       wanted.vendor_refusals |= mask_of(Refusal::kNotAccepted);
       plan = Plan::make(wanted, &refusals);
+      if (!plan.ok()) plan = Status(plan.error(), plan.status().message() + ": " + attached.status().message());
     }
   }
   facts_.counters.refuse(observe::Backend::kFastpath, facts_.flow, refusals);
