@@ -1,7 +1,6 @@
 #include "fuse/inode_table.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,7 +11,6 @@
 #include <utility>
 
 #include "base/log.h"
-#include "base/pages.h"
 #include "fuse/extended_attributes.h"
 
 namespace gpufs::fuse {
