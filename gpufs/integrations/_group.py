@@ -200,7 +200,10 @@ class Group:
                 self._checked_layout(file.fileno())
                 array = attach(path_of(file.fileno()), placement=self._attachment.placement)
                 attached = SafetensorsFile(FileMemory(array))
-                attributes = self._shared.check(attached, self._path).attributes
+                try:
+                    attributes = self._shared.check(attached, self._path).attributes
+                except FormatError as error:
+                    raise FormatError(f"{error}. Remove the file, and update again") from None
                 if json.dumps(attributes, sort_keys=True) != json.dumps(self._attributes, sort_keys=True):
                     raise ValueError(
                         f"{self._path}: what the engine that published {version.path} has noted beside the weights is "
