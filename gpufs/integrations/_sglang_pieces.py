@@ -174,9 +174,9 @@ def _check_complete(model: torch.nn.Module) -> None:
 def load_into(
     tensors: Mapping[str, torch.Tensor], path: str, loader: Any, model_config: Any, device: torch.device
 ) -> None:
-    """Have a loader of SGLang's load a checkpoint into the tensors of a model that runs, or rather of a second one.
+    """Load a checkpoint into tensors, which have the names of a model's, by a second model that is made of them.
 
-    ValueError if the model is quantised, or the tensors are not those of such a model. Raises what SGLang raises.
+    ValueError if the model is quantised, or has other tensors. Raises what SGLang raises.
     """
     quantisation = _get_quantization_config(model_config, loader.load_config)
     if quantisation is not None:
@@ -200,7 +200,7 @@ def load_into(
         _ROPE_DICT.update(embeddings)
     loaded = named_tensors(model)
     for name in sorted(loaded.keys() ^ tensors.keys()):
-        raise ValueError(f"{name} is in one only of the loaded model and the group's file")
+        raise ValueError(f"{name} is a tensor of the loaded model or of the group's file, and not of both")
     for name, tensor in loaded.items():
         if tensor.data_ptr() != tensors[name].data_ptr():
             tensors[name].copy_(tensor)
@@ -212,9 +212,8 @@ def _place(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, old in named_tensors(model).items():
         new = tensors.get(name)
         if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
-            raise ValueError(
-                f"{name} has another form in the group's file than before it is processed, or is not there"
-            )
+            found = "missing" if new is None else f"{new.dtype} {list(new.shape)}"
+            raise ValueError(f"{name} is loaded as {old.dtype} {list(old.shape)}, and in the group's file {found}")
         if id(old) not in placed:
             placed[id(old)] = new
             if isinstance(old, torch.nn.Parameter):

@@ -3,7 +3,7 @@
 The first engine loads a model, lets SGLang process the weights, and publishes them on the mount of its GPU. It uses the
 published memory itself, and so does every later engine: nothing is read or copied. Where SGLang does more to the
 weights than can be shared, the engine gets weights of its own, by a copy within the device if the model's files are on
-a mount. That works with every quantization and any number of GPUs.
+a mount. That works with every quantization and any number of GPUs. Engines of a group take new versions in place.
 """
 
 from __future__ import annotations

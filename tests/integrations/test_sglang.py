@@ -320,9 +320,8 @@ def test_weights_sleep_with_the_memory_saver(mount: Mounter, tmp_path: Path) -> 
             assert cached > 0
 
 
-@pytest.mark.timeout(1800)
 def test_ranks_share_weights(servers: Servers[Outcome, GpufsMount]) -> None:
-    """Each rank has weights of its own, and all ranks of an engine map or all load. They take a version together."""
+    """Each rank has weights of its own, and all ranks of an engine map or all load."""
     ranks = {"tp_size": 2}
     expected = servers.start(load_format="auto", options=ranks).tokens
     with ThreadPoolExecutor(2) as pool:
@@ -334,12 +333,17 @@ def test_ranks_share_weights(servers: Servers[Outcome, GpufsMount]) -> None:
     assert servers.start(options=ranks).tokens == expected
     assert servers.published() == published
 
+
+@pytest.mark.timeout(1200)
+def test_ranks_take_versions_together(servers: Servers[Outcome, GpufsMount]) -> None:
+    ranks = {"tp_size": 2}
     version = servers.model.with_name("version")
     make_model(version, seed=1, width=1024)
     expected = servers.start(load_format="auto", options=ranks, model=version).tokens
     engine = servers.start(options=ranks, extra={"group": "policy"}, attempts=[f"update {version}"])
+    assert engine.tokens != expected
     assert json.loads(engine.errors[0]) == expected
-    assert len(servers.published()) == 4
+    assert len(servers.published()) == ranks["tp_size"]
 
 
 # ---- engines that take new versions together ----

@@ -87,8 +87,8 @@ def main() -> None:
         elif attempt.startswith("update "):
             done, text, *_ = engine.update_weights_from_disk(attempt.partition(" ")[2])
             assert done, text
-            output = engine.generate(input_ids=PROMPT, sampling_params=parameters)
-            errors.append(json.dumps(output["output_ids"]))
+            after: Any = engine.generate(input_ids=PROMPT, sampling_params=parameters)
+            errors.append(json.dumps(after["output_ids"]))
         else:
             errors.append(try_to(attempt, engine, settings.model))
     stop(settings.stops, "end")
