@@ -8,7 +8,6 @@ serves it (protocol.Replaced), and makes those again that nobody has answered.
 
 import errno
 import logging
-import mmap
 import os
 import resource
 import socket
@@ -16,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -234,17 +233,16 @@ class Record:
     def read(self, peer: ClientProcess) -> list[Holder]:
         """Return the entries of the former daemon. There may be thousands, and the mount answers nothing yet."""
         decode = msgspec.json.Decoder(_Kept).decode
-        size = os.fstat(self._held[1]).st_size
-        with mmap.mmap(self._held[1], size, prot=mmap.PROT_READ) if size else nullcontext(b"") as data:
-            for slot, start in enumerate(range(0, size, _SLOT_BYTES)):
-                end = data.find(b"\0", start, start + _SLOT_BYTES)
-                try:
-                    if start < end:
-                        self._slots[Holder(peer, **msgspec.structs.asdict(decode(data[start:end])))] = slot
-                        continue
-                except msgspec.MsgspecError as failure:
-                    log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
-                self._free.append(slot)
+        data = os.pread(self._held[1], os.fstat(self._held[1]).st_size, 0)
+        for slot, start in enumerate(range(0, len(data), _SLOT_BYTES)):
+            entry = data[start : start + _SLOT_BYTES].partition(b"\0")[0]
+            try:
+                if entry:
+                    self._slots[Holder(peer, **msgspec.structs.asdict(decode(entry)))] = slot
+                    continue
+            except msgspec.MsgspecError as failure:
+                log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
+            self._free.append(slot)
         return list(self._slots)
 
     def add(self, holder: Holder) -> None:

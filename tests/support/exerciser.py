@@ -122,6 +122,11 @@ class Exerciser:
         linux.fallocate(self.fd, linux.FALLOC_PUNCH_HOLE | linux.FALLOC_KEEP_SIZE, at, count)
         self.model.clear(at, count)
 
+    def zero(self) -> None:
+        at, count = self._range()
+        linux.fallocate(self.fd, linux.FALLOC_ZERO_RANGE | linux.FALLOC_KEEP_SIZE, at, count)
+        self.model.clear(at, count)
+
     def allocate(self) -> None:
         at, count = self._range()
         os.posix_fallocate(self.fd, at, count)
@@ -186,7 +191,7 @@ class Exerciser:
 
 
 OPERATIONS = (
-    *("read", "write", "truncate", "punch", "allocate", "map", "copy_range", "copy_registered"),
+    *("read", "write", "truncate", "punch", "zero", "allocate", "map", "copy_range", "copy_registered"),
     *("reopen", "read_all", "store_in_place", "copy_out", "replace"),
 )
 
