@@ -12,7 +12,7 @@ import torch
 from gpufs._naming import named_in
 from gpufs.formats import FormatError
 from gpufs.formats.budget import BoundedFile
-from gpufs.formats.checkpoint import find_files, link_error
+from gpufs.formats.checkpoint import find_files
 from gpufs.formats.element_types import IN_SAFETENSORS
 from gpufs.formats.placement import misplaced
 from gpufs.formats.records import TensorRecord, parse_records, span
@@ -52,7 +52,7 @@ class SafetensorsFile:
         self.private = memory.private
         self.device = memory.device
         self.counts = memory.counts
-        self._memory = memory
+        self.memory = memory
         try:
             # The header is read from the mapping, so it belongs to these bytes whatever happens to the name.
             file = BoundedFile(memory.size, memory.read)
@@ -72,12 +72,7 @@ class SafetensorsFile:
 
     @classmethod
     def attach(cls, path: str | os.PathLike[str], mode: Mode) -> Self:
-        name = os.fspath(path)
-        try:
-            memory = FileMemory.attach(name, mode)
-        except OSError as error:
-            raise link_error(error, name) from None
-        return cls(memory)
+        return cls(FileMemory.attach(os.fspath(path), mode))
 
     def _check_records(self) -> None:
         for name, record in self.records.items():
@@ -150,7 +145,7 @@ class SafetensorsFile:
     def uncounted(self, name: str) -> torch.Tensor:
         """Return the tensor in place, or a copy, for gpufs itself: the program does not get it."""
         entry, dtype = self.entry(name), self.dtype(name)
-        data = self._memory.uncounted(self._start + entry.start, entry.end - entry.start)
+        data = self.memory.uncounted(self._start + entry.start, entry.end - entry.start)
         return self._shaped(name, (data.clone() if data.data_ptr() % dtype.itemsize else data).view(dtype))
 
     def _shaped(self, name: str, typed: torch.Tensor) -> torch.Tensor:
@@ -164,26 +159,17 @@ class SafetensorsFile:
             return shared
         entry = self._entries[owner]
         offset, count = self._start + entry.start, entry.end - entry.start
-        data = self._memory.tensor(offset, count)
-        if owner in self._misplaced or data.data_ptr() % itemsize:
-            data = data.clone()
-            self.counts.copied("alignment", count)
+        data = self.memory.aligned_tensor(offset, count, itemsize, copy=owner in self._misplaced)
         return self._shared.setdefault(owner, data) if owner in self._in_several else data
-
-    def moved(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
-        """Return a tensor of this file, or a copy on the device that is asked for."""
-        moved = tensor if device is None else tensor.to(device)
-        self.counts.became(tensor.dtype, tensor.device, moved)
-        return moved
 
     def part(self, name: str, index: Any) -> torch.Tensor:
         """Return a part of the tensor; in place where torch's indexing gives a view."""
         owner, dtype = self._owner(name), self.dtype(name)
         entry = self._entries[owner]
-        whole = self._memory.uncounted(self._start + entry.start, entry.end - entry.start)
+        whole = self.memory.uncounted(self._start + entry.start, entry.end - entry.start)
         if owner in self._in_several or owner in self._misplaced or whole.data_ptr() % dtype.itemsize:
-            return self._memory.separate(self.tensor(name)[index])
-        return self._memory.separate(self._shaped(name, whole.view(dtype))[index])
+            return self.memory.separate(self.tensor(name)[index])
+        return self.memory.separate(self._shaped(name, whole.view(dtype))[index])
 
 
 def _checked_header(file: BoundedFile) -> tuple[int, Header]:
@@ -215,7 +201,7 @@ class Checkpoint:
     def tensor(self, name: str, device: Device = None) -> torch.Tensor:
         """Return the tensor in place; a copy if it is on another device than the one asked for."""
         file = self.places[name]
-        return file.moved(file.tensor(name), device)
+        return file.memory.moved(file.tensor(name), device)
 
     def memory(self, name: str) -> tuple[object, ...]:
         """Return what is equal for tensors that are the same bytes of a file in the same layout."""
@@ -294,7 +280,7 @@ class TensorSlice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return a part of the tensor; a view where torch's indexing gives one."""
         file = self._checkpoint.places[self._name]
-        return file.moved(file.part(self._name, index), self._device)
+        return file.memory.moved(file.part(self._name, index), self._device)
 
     def became(self, result: torch.Tensor) -> None:
         """Note what a library has made of the tensor, for the report."""
