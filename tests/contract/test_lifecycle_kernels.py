@@ -30,10 +30,9 @@ KERNELS = {
 
 
 KNOBS = {
-    "one of each, no slabs": "--reader-threads 1 --worker-threads 1 --slab-file-bytes 0",
-    "small and nothing kept": "--max-write 4K --attribute-timeout 0 --entry-timeout 0",
-    "large and kept for long": "--max-write 16M --attribute-timeout 1h --entry-timeout 1h --slab-file-bytes 1M"
-    " --reader-threads 16",
+    "one thread, no slabs": "--io-workers 1 --slab-file-bytes 0",
+    "small and nothing kept": "--io-chunk-bytes 64K --read-ahead 0 --keep-freed 0",
+    "large": "--io-chunk-bytes 64M --slab-file-bytes 1M",
 }
 
 

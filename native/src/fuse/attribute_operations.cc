@@ -67,7 +67,7 @@ void AttributeOperations::reply_attributes(const Inode& inode, Responder& respon
   fuse_attr_out out{};
   out.attr.ino = inode.ino();
   fill_attr(inode.attributes(), out.attr);
-  validity_.fill(out.attr.mode, out);
+  if (may_be_cached(out.attr.mode)) out.attr_valid = kValidSeconds;
   responder.body(out);
 }
 
@@ -78,7 +78,7 @@ void AttributeOperations::getattr(const Target& inode, Request& /*request*/, Res
 void AttributeOperations::statx(const Target& inode, Request& /*request*/, Responder responder) {
   StatxOut out{};
   out.stat = statx_of(inode->attributes(), inode->birth());
-  validity_.fill(out.stat.mode, out);
+  if (may_be_cached(out.stat.mode)) out.attr_valid = kValidSeconds;
   responder.body(out);
 }
 

@@ -8,7 +8,6 @@
 #include <optional>
 #include <string_view>
 
-#include "fuse/attributes.h"
 #include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
@@ -20,9 +19,8 @@ class AttributeOperations {
  public:
   using Target = std::shared_ptr<Inode>;
 
-  // timeout: how long the kernel may cache attributes, in seconds.
-  AttributeOperations(InodeTable& table, LongRequests& long_requests, const InitNegotiation& init, double timeout)
-      : table_(table), long_requests_(long_requests), init_(init), validity_(Validity::of(timeout)) {}
+  AttributeOperations(InodeTable& table, LongRequests& long_requests, const InitNegotiation& init)
+      : table_(table), long_requests_(long_requests), init_(init) {}
 
   void getattr(const Target& inode, Request& request, Responder responder);
   void statx(const Target& inode, Request& request, Responder responder);
@@ -50,7 +48,6 @@ class AttributeOperations {
   InodeTable& table_;
   LongRequests& long_requests_;
   const InitNegotiation& init_;
-  const Validity validity_;
 };
 
 }  // namespace gpufs::fuse

@@ -3,7 +3,6 @@
 #include <linux/stat.h>
 #include <sys/stat.h>
 
-#include <cmath>
 #include <ctime>
 
 namespace gpufs::fuse {
@@ -71,12 +70,6 @@ void fill_attr(const gpufs_attributes& attributes, fuse_attr& attr) {
   attr.gid = attributes.gid;
   attr.rdev = attributes.rdev;
   attr.blksize = attributes.blksize;
-}
-
-Validity Validity::of(double seconds) {
-  double whole = 0;
-  const double fraction = std::modf(seconds, &whole);
-  return {static_cast<std::uint64_t>(whole), static_cast<std::uint32_t>(fraction * 1e9)};
 }
 
 Statx statx_of(const gpufs_attributes& attributes, Timestamp birth) {
