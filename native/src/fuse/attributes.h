@@ -67,8 +67,8 @@ inline constexpr std::uint64_t kValidSeconds = 1;
 // Fills in all fields except the inode number and the flags.
 void fill_attr(const gpufs_attributes& attributes, fuse_attr& attr);
 // The same as statx(2) has it, with the time of birth.
-[[nodiscard]] Statx statx_of(const gpufs_attributes& attributes, Timestamp birth);
+[[nodiscard]] struct statx statx_of(const gpufs_attributes& attributes, Timestamp birth);
 // A reply to GETATTR as one to STATX, without a time of birth.
-[[nodiscard]] Statx statx_of(const fuse_attr& attr);
+[[nodiscard]] struct statx statx_of(const fuse_attr& attr);
 
 }  // namespace gpufs::fuse

@@ -110,7 +110,7 @@ const Mount::Handler* Mount::handler_of(std::uint32_t opcode) {
       {FUSE_SETATTR, sizeof(fuse_setattr_in), kAttributes, &Attributes::setattr},
       {FUSE_STATFS, 0, kRepeat, &Attributes::statfs},
       {FUSE_GETXATTR, sizeof(fuse_getxattr_in), kRepeat, &Attributes::getxattr},
-      {FUSE_SETXATTR, kSetxattrShort, kDone, &Attributes::setxattr},
+      {FUSE_SETXATTR, sizeof(fuse_setxattr_in), kDone, &Attributes::setxattr},
       {FUSE_LISTXATTR, sizeof(fuse_getxattr_in), kRepeat, &Attributes::listxattr},
       {FUSE_REMOVEXATTR, 0, kDone, &Attributes::removexattr},
       // Names
@@ -174,7 +174,7 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
       relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
              {.max_write = options.max_write, .mask_flags = options.mask_flags}, region_.counters()),
       buffers_(table_, names_, long_requests_, read_ahead_, relay_.init(), region_.counters()),
-      attributes_(table_, long_requests_, relay_.init()),
+      attributes_(table_, long_requests_),
       name_operations_(table_, names_, relay_, read_ahead_, region_.counters()) {}
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,

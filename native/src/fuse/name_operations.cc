@@ -221,7 +221,7 @@ void NameOperations::open(const InodePointer& inode, Request& request, Responder
   const Result<std::uint64_t> fh =
       table_.open(inode, static_cast<int>(request.arguments<fuse_open_in>().flags), responder);
   if (!fh.ok()) return responder.error(fh.error());
-  reply_open(fh.value(), read_ahead_.is_own(request.header.pid) ? kOpenKeepCache : 0, responder);
+  reply_open(fh.value(), read_ahead_.is_own(request.header.pid) ? FOPEN_KEEP_CACHE : 0, responder);
 }
 
 void NameOperations::opendir(const InodePointer& inode, Request& /*request*/, Responder responder) {
