@@ -20,7 +20,7 @@ def named_in(module: str) -> Callable[[T], T]:
 
 
 def lazy(package: dict[str, object], modules: Mapping[str, str]) -> Callable[[str], object]:
-    """Return a ``__getattr__`` for a package: its ``globals()`` keep what has been loaded.
+    """Return a ``__getattr__`` for a package: its ``globals()`` keep what has been loaded, and get a ``__dir__``.
 
     ``modules``: the names that each module of the package has, between spaces; a module with a dot before its name is
     one beside the package.
@@ -34,4 +34,5 @@ def lazy(package: dict[str, object], modules: Mapping[str, str]) -> Callable[[st
         package[name] = value
         return value
 
+    package["__dir__"] = lambda: package["__all__"]
     return load

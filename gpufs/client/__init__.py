@@ -35,7 +35,3 @@ __all__ = [
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
     __getattr__ = lazy(globals(), _MODULES)
-
-
-def __dir__() -> list[str]:
-    return __all__
