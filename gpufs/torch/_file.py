@@ -70,10 +70,6 @@ class SafetensorsFile:
         self._in_several = {self._owner(name) for name, record in self.records.items() if record.same_as is not None}
         self._shared: dict[str, torch.Tensor] = {}
 
-    @classmethod
-    def attach(cls, path: str | os.PathLike[str], mode: Mode) -> Self:
-        return cls(FileMemory.attach(os.fspath(path), mode))
-
     def _check_records(self) -> None:
         for name, record in self.records.items():
             if (record.entry is not None or record.same_as is not None) and name in self._entries:
@@ -187,7 +183,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
         listed = find_files(path)
-        files = {name: SafetensorsFile.attach(name, mode) for name in listed.files}
+        files = {name: SafetensorsFile(FileMemory.attach(name, mode)) for name in listed.files}
         self.files = list(files.values())
         if listed.places is None:
             self.places = {name: file for file in self.files for name in file.names()}
