@@ -5,6 +5,7 @@ page docs/knobs.md.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,10 +51,8 @@ class Knob:
         try:
             return self.kind.coerce(value)
         except ValueError:
-            try:
+            with suppress(ValueError):  # a type that this knob does not have
                 value = self.kind.text_of(value)
-            except ValueError:
-                pass  # a type that this knob does not have
             shown = repr(value[: _SHOWN - 3] + "..." if isinstance(value, str) and len(value) > _SHOWN else value)
             raise ConfigError(f"{self.name}: {shown} ({origin}) is not allowed: {self.kind.allowed}") from None
 

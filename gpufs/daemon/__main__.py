@@ -283,11 +283,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _report(answer: LauncherAnswer, code: int, message: str) -> None:
     """Report to the launcher, or to the user if it runs in the foreground, why there is no mount."""
-    try:
+    with suppress(OSError):  # the launcher has gone
         if not answer.send({"error": code, "message": message}):
             print(f"gpufs: {message}", file=sys.stderr)
-    except OSError:
-        pass  # the launcher has gone
 
 
 if __name__ == "__main__":
