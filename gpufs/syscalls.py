@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 if TYPE_CHECKING:
@@ -215,10 +215,8 @@ def closed_after(fd: int) -> Iterator[int]:
 def close_all(descriptors: Iterable[int]) -> None:
     """Closes descriptors, whatever close(2) returns. May block as their file systems do."""
     for fd in descriptors:
-        try:
+        with suppress(OSError):
             os.close(fd)
-        except OSError:
-            pass
 
 
 class Closing:

@@ -5,6 +5,7 @@ import pwd
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from gpufs._printable import printable as printable
@@ -39,10 +40,8 @@ def complain(text: str, command: str = "") -> None:
 
     ``command``: its name, of those that report failures of single files, too.
     """
-    try:
+    with suppress(OSError):
         print(f"{f'gpufs {command}'.rstrip()}: {printable(text)}", file=sys.stderr)
-    except OSError:
-        pass
 
 
 def json_text(value: Any) -> str:

@@ -36,6 +36,7 @@ _OPENED: Final = Struct("=QI4x")
 _EMPTY: Final = Struct("")
 _ONE: Final = Struct("=I4x")
 _TWO: Final = Struct("=2I")
+_SETXATTR: Final = Struct("=2I8x")
 _THREE: Final = Struct("=3I4x")
 _HANDLE: Final = Struct("=Q")
 _HANDLE_AND_FLAGS: Final = Struct("=QI4x")
@@ -212,9 +213,9 @@ async def _nothing(to: Operations, inode: int, body: bytes, caller: Caller) -> b
 
 
 async def _setxattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    size, flags = _TWO.unpack_from(body)
-    name = _text(body, _TWO.size)
-    value = body[_TWO.size + len(name) + 1 :][:size]
+    size, flags = _SETXATTR.unpack_from(body)
+    name = _text(body, _SETXATTR.size)
+    value = body[_SETXATTR.size + len(name) + 1 :][:size]
     await to.host(inode).setxattr(inode, name, value, flags, caller)
     return b""
 

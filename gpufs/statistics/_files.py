@@ -68,14 +68,12 @@ def temporary_folders(uid: int) -> list[Path]:
 
 def _outer(uid: int) -> int:
     """Return a user's number outside of this user namespace: unique in /tmp, which namespaces share."""
-    try:
+    with suppress(OSError):
         with open("/proc/self/uid_map", encoding="ascii") as file:
             for line in file:
                 inside, outside, count = map(int, line.split())
                 if inside <= uid < inside + count:
                     return outside + uid - inside
-    except OSError:
-        pass
     return uid
 
 

@@ -15,7 +15,7 @@ from gpufs.fs.backing import open_files
 from gpufs.fs.backing.calls import HostCalls, with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
 from gpufs.fs.backing.open_files import OpenFiles
-from gpufs.fs.requests import ROOT_INODE, Caller, Changes, Handles, InodeReply, Listing, Opened, Replies
+from gpufs.fs.requests import ROOT_INODE, Caller, Changes, Handles, InodeReply, Listing, Opened, entry_reply, host_reply
 from gpufs.syscalls import os_error
 
 DIRECTORY_NAME: Final = b"backing"
@@ -94,7 +94,7 @@ class _ShareListing(Opened):
     handler: "BackingHandler"
 
     async def readdir(self, start: int, listing: Listing) -> None:
-        above = self.handler.replies.entry(FIRST_INODE, stat.S_IFDIR)
+        above = entry_reply(FIRST_INODE, stat.S_IFDIR)
         for cookie, name in ((1, b"."), (2, b"..")):
             if start < cookie and not listing.add(name, above, cookie):
                 return
@@ -112,7 +112,6 @@ class BackingHandler:
         self,
         mount: Mount,
         handles: Handles,
-        replies: Replies,
         shares: Sequence[Share],
         *,
         st_dev: int,
@@ -122,7 +121,6 @@ class BackingHandler:
         """``st_dev``: the mount's device number. OSError, with the path, if a directory cannot be opened."""
         self._mount = mount
         self._handles = handles
-        self.replies = replies
         self._inodes = HostInodes(st_dev)
         self._calls = HostCalls(self._inodes)
         self._files = OpenFiles(mount, handles, self._calls)
@@ -161,12 +159,12 @@ class BackingHandler:
         """Return the reply that gives the kernel one more reference; takes the descriptor over."""
         node = self._inodes.meet(opened, parent.share, None if name == open_files.UNNAMED else (parent.ino, name))
         node.lookups += 1
-        return self.replies.host_entry(node.ino, opened[1])
+        return host_reply(node.ino, opened[1])
 
     def share_reply(self, name: bytes) -> InodeReply:
         """Return the reply for a shown directory, without asking its server: the kernel asks for attributes itself."""
         node, status = self.shares[name]
-        return self.replies.host_entry(node.ino, status, lasts=False)
+        return host_reply(node.ino, status, lasts=False)
 
     async def _find(self, uid: int, parent: BackingNode, name: bytes) -> InodeReply:
         return self._adopt(await self._calls.look_up(uid, parent, name), parent, name)
@@ -183,9 +181,9 @@ class BackingHandler:
             if name in (b".", b".."):
                 ino = FIRST_INODE if name == b"." else ROOT_INODE
                 self._mount.inode_hold(ino)
-                return self.replies.entry(ino, stat.S_IFDIR)
+                return entry_reply(ino, stat.S_IFDIR)
             if name not in self.shares:
-                return self.replies.no_entry
+                return entry_reply(0, 0)
             self.shares[name][0].lookups += 1
             return self.share_reply(name)
         parent = self._node(parent_inode)
@@ -194,7 +192,7 @@ class BackingHandler:
         try:
             return await self._find(caller.uid, parent, name)
         except FileNotFoundError:
-            return self.replies.no_entry
+            return entry_reply(0, 0)
 
     def forget(self, inode: int, count: int) -> None:
         node = self._inodes.get(inode)
@@ -286,7 +284,7 @@ class BackingHandler:
     async def getattr(self, inode: int, caller: Caller) -> bytes:
         node = self._node(inode)
         status = await self._calls.run(caller.uid, node, lambda: os.fstat(node.fd))
-        return self.replies.host_entry(inode, status).attributes()
+        return host_reply(inode, status).attributes()
 
     async def setattr(self, inode: int, asked: Changes, fh: int | None, caller: Caller) -> bytes:
         node = self._changeable(inode)
@@ -378,7 +376,7 @@ class BackingHandler:
         with count.entered(caller.uid):
             fd = await self._calls.run_as_caller(caller, node, lambda: os.open(node.link, flags))
         node.users += 1
-        above = self.replies.entry(node.ino, stat.S_IFDIR)
+        above = entry_reply(node.ino, stat.S_IFDIR)
         return self._handles.add(
             open_files.OpenDirectory(node, fd, caller.uid, self._calls, count, above, self._adopt, self.forget)
         )

@@ -271,8 +271,6 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
   wanted.vendor_refusals = engine_->fastpath().refusals();
   if (options().file_systems.allow(known.file_system)) wanted.waived = mask_of(Refusal::kFileSystem);
   wanted.fastpath = fastpath_mode();
-  wanted.fastpath_min_bytes = options().fastpath_min_bytes;
-  wanted.fallback = fallback_allowed();
   wanted.chunk_bytes = options().chunk_bytes;
   Device& device = facts_.device->device();
   const bool reached = target.address() == 0 ? target.residence()->info().files_reach_memory : device.holds(address);

@@ -1,4 +1,4 @@
-#include "drivers/gpu/foreign_memory.h"
+// Memory of other programs as a GPU maps it.
 
 #include <algorithm>
 #include <cerrno>
@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/math.h"
+#include "drivers/gpu/gpu_device.h"
 #include "drivers/gpu/virtual_memory.h"
 
 namespace gpufs::gpu {

@@ -1,4 +1,4 @@
-#include "drivers/host/foreign_memory.h"
+// Memory of other programs as the host driver maps it.
 
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -15,6 +15,7 @@
 #include "base/pages.h"
 #include "base/unique_fd.h"
 #include "drivers/host/fault_guard.h"
+#include "drivers/host/host_device.h"
 
 namespace gpufs {
 namespace {
