@@ -70,21 +70,19 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
   TransferRequest request;
   request.file = TRY(handles.get<BackingFile>(given.backing));
   if (given.buffer != 0) {
-    Result<std::shared_ptr<Buffer>> buffer = handles.get<Buffer>(given.buffer);
-    if (!buffer.ok()) return buffer.status();
+    const std::shared_ptr<Buffer> buffer = TRY(handles.get<Buffer>(given.buffer));
     const auto& devices = engine.devices();
-    if (std::find(devices.begin(), devices.end(), buffer.value()->device()) == devices.end()) {
+    if (std::find(devices.begin(), devices.end(), buffer->device()) == devices.end()) {
       return Status(EXDEV, "the buffer belongs to another engine");
     }
-    request.target = buffer.take();
+    request.target = buffer;
   } else {
-    Result<std::shared_ptr<DeviceContext>> device = engine.device(given.device);
-    if (!device.ok()) return device.status();
+    const std::shared_ptr<DeviceContext> device = TRY(engine.device(given.device));
     if (given.address == 0) return Status(EINVAL, "neither a buffer nor an address was given");
     if (given.address_bytes > std::numeric_limits<std::uint64_t>::max() - given.address) {
       return Status(EINVAL, "the device memory's address and size overflow");
     }
-    request.target = program_memory(device.take(), given.address, given.address_bytes);
+    request.target = program_memory(device, given.address, given.address_bytes);
   }
   request.file_offset = given.file_offset;
   request.target_offset = given.buffer_offset;

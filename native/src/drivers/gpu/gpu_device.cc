@@ -604,9 +604,8 @@ Result<PinnedHostRange> GpuDevice::pinned_range(const void* address) {
   const auto at = reinterpret_cast<DeviceAddress>(address);
   PinnedHostRange range;
   std::size_t bytes = 0;
-  Status status = call(attribute_of, &range.start, api::kPointerRangeStart, at);
-  if (status.ok()) status = call(attribute_of, &bytes, api::kPointerRangeBytes, at);
-  if (!status.ok()) return status;
+  TRY(call(attribute_of, &range.start, api::kPointerRangeStart, at));
+  TRY(call(attribute_of, &bytes, api::kPointerRangeBytes, at));
   range.end = range.start + bytes;
   return range;
 }

@@ -151,9 +151,8 @@ Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& mem
   }
   UniqueFd file(::fcntl(memory.descriptor.get(), F_DUPFD_CLOEXEC, 3));
   if (!file.valid()) return Status::from_errno(errno, "duplicating the descriptor of the memory");
-  Status status = check_kind(file.get());
-  if (status.ok()) status = check_access(file.get(), memory.writable);
-  if (!status.ok()) return status;
+  TRY(check_kind(file.get()));
+  TRY(check_access(file.get(), memory.writable));
   struct stat found = {};
   if (::fstat(file.get(), &found) != 0) return Status::from_errno(errno, "fstat of the memory's file");
   const auto size = static_cast<std::uint64_t>(found.st_size);
