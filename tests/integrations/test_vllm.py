@@ -401,7 +401,7 @@ def test_vllm_engines_of_a_group_take_versions_together(servers: Servers[Outcome
         check(1, 1)
 
 
-def test_vllm_experts_of_a_group_are_processed_as_at_a_start(servers: Servers[Outcome, GpufsMount]) -> None:
+def test_vllm_experts_are_processed_as_at_a_start(servers: Servers[Outcome, GpufsMount]) -> None:
     """vLLM leaves out a part of that when it reloads experts."""
     for seed in range(2):
         make_experts(servers.scratch / f"experts{seed}", seed)
@@ -409,10 +409,9 @@ def test_vllm_experts_of_a_group_are_processed_as_at_a_start(servers: Servers[Ou
     first, second = (servers.mount.device / f"experts{seed}" for seed in range(2))
     expected = servers.start(load_format="auto", model=second).tokens
     options = {"weight_transfer_config": {"backend": "gpufs"}}
-    done = servers.start(
-        model=first, extra={"group": "policy"}, options=options, updates=[str(second), str(first), str(second)]
-    )
-    assert done.updated == [expected, done.tokens, expected] != [done.tokens] * 3
+    for extra in ({"share": False}, {"group": "policy"}):
+        done = servers.start(model=first, extra=extra, options=options, updates=[str(second), str(first), str(second)])
+        assert done.updated == [expected, done.tokens, expected] != [done.tokens] * 3
     assert len(servers.published()) == 1
 
 
