@@ -58,7 +58,8 @@ class _CopyTask:
         with self.lock:
             if self.cancelled:
                 raise os_error(errno.ECANCELED)
-            self.transfer = self.scope.hold(start())
+            self.transfer = start()
+            self.scope.on_close(self.transfer.close)
 
     def cancel(self) -> None:
         """Cancel the transfer, or keep it from being started."""
@@ -203,7 +204,8 @@ class ClientCopies:
         """Checks the descriptors and starts the transfer, on a thread. OSError if a rule forbids it."""
         copy, served = task.copy, self._served
         on_host, on_mount = permit()
-        buffer = task.scope.hold(served.open_buffer(on_mount.ino))
+        buffer = served.open_buffer(on_mount.ino)
+        task.scope.on_close(buffer.close)
         task.paths = (path_behind(host.fd), path_behind(mount.fd))
         # Now the buffer keeps the memory. Our descriptor would only keep the mount busy.
         mount.close()
@@ -221,7 +223,8 @@ class ClientCopies:
         else:
             _drop_set_id(host.fd)
             task.host_size = status.st_size if stat.S_ISREG(status.st_mode) else None
-        file = task.scope.hold(BackingFile(served.mount.engine, host.fd))
+        file = BackingFile(served.mount.engine, host.fd)
+        task.scope.on_close(file.close)
         task.ino = on_mount.ino
         task.start(
             lambda: Transfer(

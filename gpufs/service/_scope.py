@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import trio
 
@@ -19,15 +19,6 @@ from gpufs.service._user import User
 from gpufs.syscalls import os_error
 
 T = TypeVar("T")
-
-
-class Closable(Protocol):
-    """Something that must be closed once."""
-
-    def close(self) -> None: ...
-
-
-Held = TypeVar("Held", bound=Closable)
 
 
 class Descriptor:
@@ -87,7 +78,8 @@ class RequestScope:
         """Take over the descriptors that came with the message."""
         with self._place_lock:
             self._in_place += len(numbers)
-        self.descriptors = [self.hold(Descriptor(number, self.leave_place)) for number in numbers]
+        self.descriptors = [Descriptor(number, self.leave_place) for number in numbers]
+        self._closers += [descriptor.close for descriptor in self.descriptors]
 
     def leave_place(self) -> None:
         """A descriptor is closed, or the message is received. Any thread may call."""
@@ -97,13 +89,8 @@ class RequestScope:
                 return
         self._run_soon(self._user.places.release)
 
-    def hold(self, item: Held) -> Held:
-        """Take over an object. Its close() runs at the end, in reverse order."""
-        self._closers.append(item.close)
-        return item
-
     def on_close(self, function: Callable[[], None]) -> None:
-        """Call a function at the end, as for an object."""
+        """Call a function at the end, before those that were given earlier."""
         self._closers.append(function)
 
     def use(self, work: Callable[[], T]) -> T:
