@@ -347,6 +347,9 @@ def process(
     with unchanged(model, _PACKAGE):
         vars(model).pop("load_weights", None)  # it refuses to write to shared memory
         check_weights(load_config, model_config, model, weights, whole=True)
+        for part in model.modules():
+            if getattr(getattr(part, "quant_method", None), "moe_kernel", None) is not None:
+                part.quant_method.moe_kernel = None  # with one, vLLM leaves out the experts' own processing
         before = named_tensors(model)
         for name, tensor in own.items():
             if name in target:

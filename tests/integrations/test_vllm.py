@@ -26,7 +26,7 @@ import transformers
 from safetensors.torch import load_file
 from support.cli import gpufs
 from support.data import MIB
-from support.model_servers import Servers, make_model, make_tokenizer, python_path, quantise_model
+from support.model_servers import Servers, make_experts, make_model, make_tokenizer, python_path, quantise_model
 from support.mounting import REPOSITORY, GpufsMount, Mounter
 from support.processes import NOBODY, PATIENCE
 from support.vllm_engine import Outcome
@@ -367,6 +367,21 @@ def test_vllm_engines_of_a_group_take_versions_together(servers: Servers[Outcome
             assert updated.result() == ""
         assert one.ask("update", versions[1]) == ""
         check(1, 1)
+
+
+def test_vllm_experts_of_a_group_are_processed_as_at_a_start(servers: Servers[Outcome, GpufsMount]) -> None:
+    """vLLM leaves out a part of that when it reloads experts."""
+    for seed in range(2):
+        make_experts(servers.scratch / f"experts{seed}", seed)
+        shutil.copytree(servers.scratch / f"experts{seed}", servers.mount.device / f"experts{seed}")
+    first, second = (servers.mount.device / f"experts{seed}" for seed in range(2))
+    expected = servers.start(load_format="auto", model=second).tokens
+    options = {"weight_transfer_config": {"backend": "gpufs"}}
+    done = servers.start(
+        model=first, extra={"group": "policy"}, options=options, updates=[str(second), str(first), str(second)]
+    )
+    assert done.updated == [expected, done.tokens, expected] != [done.tokens] * 3
+    assert len(servers.published()) == 1
 
 
 @pytest.mark.timeout(1800)
