@@ -38,32 +38,20 @@ if TYPE_CHECKING:
     from gpufs.owned_mount import DeviceDirectory, OwnedMount, mount
     from gpufs.reports import DeviceStatus, MountStatus, mounts, status
 
-# The modules of those that are not in gpufs.client.
+# The names that each module has.
 _MODULES = {
-    "DaemonDied": "exceptions",
-    "DeviceArray": "client._array",
-    "DeviceDirectory": "owned_mount",
-    "DeviceFull": "exceptions",
-    "DeviceStatus": "reports",
-    "Follower": "client._follow",
-    "ModuleRegistration": "client._register",
-    "MountStatus": "reports",
-    "NotOnMount": "exceptions",
-    "OwnedMount": "owned_mount",
-    "QuotaExceeded": "exceptions",
-    "Registration": "client._register",
-    "attach": "client._attach",
-    "attach_many": "client._attach_many",
-    "create": "client._create",
-    "follow": "client._follow",
-    "mount": "owned_mount",
-    "mounts": "reports",
-    "register": "client._register",
-    "replace": "client._replace",
-    "sleep": "client._sleep",
-    "status": "reports",
-    "wake": "client._sleep",
-    "when_asked": "client._sleep",
+    "client": "Cancellation CopyError CopyProgress CopyResult copy copy_files copy_tree",
+    "client._array": "DeviceArray",
+    "client._attach": "attach",
+    "client._attach_many": "attach_many",
+    "client._create": "create",
+    "client._follow": "Follower follow",
+    "client._register": "ModuleRegistration Registration register",
+    "client._replace": "replace",
+    "client._sleep": "sleep wake when_asked",
+    "exceptions": "DaemonDied DeviceFull NotOnMount QuotaExceeded",
+    "owned_mount": "DeviceDirectory OwnedMount mount",
+    "reports": "DeviceStatus MountStatus mounts status",
 }
 
 # The modules that `gpufs.torch` and the like import.
@@ -105,7 +93,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
-    _load = lazy(globals(), {name: _MODULES.get(name, "client") for name in __all__})
+    _load = lazy(globals(), _MODULES)
 
     def __getattr__(name):
         if name in _PACKAGES:

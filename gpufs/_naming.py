@@ -20,16 +20,19 @@ def named_in(module: str) -> Callable[[T], T]:
 
 
 def lazy(package: dict[str, object], modules: Mapping[str, str]) -> Callable[[str], object]:
-    """Return a ``__getattr__`` for a package: its ``globals()`` keep what has been loaded.
+    """Return a ``__getattr__`` for a package: its ``globals()`` keep what has been loaded, and get a ``__dir__``.
 
-    ``modules``: the module of the package that has each name; with a dot before it, one beside the package.
+    ``modules``: the names that each module of the package has, between spaces; a module with a dot before its name is
+    one beside the package.
     """
+    places = {name: module for module, names in modules.items() for name in names.split()}
 
     def load(name: str) -> object:
-        if name not in modules:
+        if name not in places:
             raise AttributeError(f"module {package['__name__']!r} has no attribute {name!r}")
-        value: object = getattr(importlib.import_module(f".{modules[name]}", str(package["__name__"])), name)
+        value: object = getattr(importlib.import_module(f".{places[name]}", str(package["__name__"])), name)
         package[name] = value
         return value
 
+    package["__dir__"] = lambda: package["__all__"]
     return load

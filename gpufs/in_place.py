@@ -161,7 +161,6 @@ class _Opened:
 
 
 def _method(name: str, of_original: Any) -> Any:
-    """Return the method of a file, whichever kind it is."""
     return functools.wraps(of_original)(lambda file, *arguments, **named: getattr(file, name)(*arguments, **named))
 
 
@@ -174,7 +173,6 @@ def _put(name: str, original: Any, own: Any) -> None:
 
 
 def _may_stay(device: Any, caller: FrameType | None) -> bool:
-    """Return whether tensors may stay on the file's device."""
     if str(device) != "cpu":
         return False
     package = "safetensors"

@@ -321,18 +321,14 @@ def _last_line(output: bytes, default: str) -> str:
     return lines[-1].removeprefix("fusermount3: ") if lines else default
 
 
-def _option(text: str) -> str:
-    """Return a value in the option list of fusermount3, where commas and backslashes are escaped."""
-    return text.replace("\\", "\\\\").replace(",", "\\,")
-
-
 def _mount_as_user(mountpoint: str, source: str, allow_other: bool, flags: Collection[str]) -> int:
     """Mount by fusermount3, which opens the device and sends the descriptor over the socket that _FUSE_COMMFD names."""
     import socket
     import subprocess
 
     program = _fusermount("mount")
-    options = [f"fsname={_option(source)}", "subtype=gpufs", "default_permissions", "nosuid", "nodev"]
+    shown = source.replace("\\", "\\\\").replace(",", "\\,")  # as a value in the list of options
+    options = [f"fsname={shown}", "subtype=gpufs", "default_permissions", "nosuid", "nodev"]
     options += sorted(_USER_FLAGS.intersection(flags))
     if allow_other:
         options.append("allow_other")

@@ -97,7 +97,6 @@ class KeptAttributes(NamedTuple):
 
 
 def _set_xattr(fd: int, name: str, value: bytes | None) -> None:
-    """Set or remove an extended attribute of an open file."""
     if value is None:
         os.removexattr(fd, name)
     else:
@@ -226,11 +225,9 @@ def remove_leftovers(directory: int) -> None:
     for name in os.listdir(directory):
         if not name.startswith(PREFIX):
             continue
-        try:
+        with suppress(OSError):  # locked by its writer, gone, or another user's
             with closed_after(
                 os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
             ) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(name, dir_fd=directory)
-        except OSError:
-            pass  # locked by its writer, gone, or another user's

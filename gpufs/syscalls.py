@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ _SYS_OPENAT2: Final = 437
 _SYS_MOUNT_SETATTR: Final = 442
 _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159}.get(os.uname().machine, -1)
 _PEER: Final = struct.Struct("3i")
+_PUNCH_HOLE_KEEP_SIZE: Final = 0x2 | 0x1
 _NO_ID: Final = 0xFFFFFFFF  # not a user, nor a group
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -160,6 +161,11 @@ def allocate(fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
 
+def punch(fd: int, offset: int, size: int) -> None:
+    """Release the memory of a part of a file in memory. It reads as zeros then."""
+    _check(_libc.fallocate(fd, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(size)))
+
+
 def write_at(fd: int, data: memoryview, offset: int) -> None:
     """Write all bytes at an offset, by as many pwrite(2) as that takes."""
     while data:
@@ -209,10 +215,8 @@ def closed_after(fd: int) -> Iterator[int]:
 def close_all(descriptors: Iterable[int]) -> None:
     """Closes descriptors, whatever close(2) returns. May block as their file systems do."""
     for fd in descriptors:
-        try:
+        with suppress(OSError):
             os.close(fd)
-        except OSError:
-            pass
 
 
 class Closing:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from errno import ENOMEM
 from typing import Final, TypeVar
 
@@ -34,10 +35,8 @@ async def run_to_the_end(work: Callable[[], T], limiter: trio.CapacityLimiter | 
     """Run work that must not be abandoned. It can be cancelled only between two attempts to start a thread."""
     while True:
         with trio.CancelScope(shield=True):
-            try:
+            with suppress(NoThreadError):
                 return await run(work, limiter=limiter)
-            except NoThreadError:
-                pass
         await trio.sleep(_RETRY_SECONDS)
 
 

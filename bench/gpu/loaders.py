@@ -132,7 +132,7 @@ def safetensors(path: Path) -> Load:
 
 
 def loader(name: str, path: Path) -> Load:
-    """The load of a row. Options of the engine may follow its name: "gpufs.engine slots=3"."""
+    """The load of a row. Options of the engine may follow its name: "gpufs.engine workers=3"."""
     base, *words = name.split(" ") if "=" in name else [name]
     options = {key: int(value) for key, _, value in (word.partition("=") for word in words)}
     makers: dict[str, Callable[[Path], Load]] = {

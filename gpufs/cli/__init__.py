@@ -80,7 +80,6 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    """Run a command line and return its exit code."""
     import click
 
     if "_GPUFS_COMPLETE" in os.environ:  # set by a shell that asks for completions
@@ -147,7 +146,6 @@ def _discard_output(number: int = 1) -> None:
 
 
 def _log_exception() -> None:
-    """Print the traceback if GPUFS_LOG_LEVEL is debug."""
     if os.environ.get("GPUFS_LOG_LEVEL") == "debug":
         import traceback
 

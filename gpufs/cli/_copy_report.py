@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
@@ -55,11 +55,9 @@ class ProgressLine:
         self._write("\n")
 
     def _write(self, text: str) -> None:
-        try:
+        with suppress(OSError):  # nobody watches
             with self._lock:
                 print(text, end="", file=sys.stderr, flush=True)
-        except OSError:
-            pass  # nobody watches
 
 
 @dataclass(frozen=True, kw_only=True)

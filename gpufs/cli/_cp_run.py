@@ -69,7 +69,6 @@ def _run(names: list[str], directories: list[str], options: CpOptions) -> int:
 
 
 def _check_stream(names: list[str], directories: list[str], options: CpOptions) -> None:
-    """Raise Failure for names and options that a pipe does not allow."""
     if len(names) != 2 or names == [STREAM, STREAM] or directories:
         raise Failure("- is standard input or output, and takes one other name (a file of that name is ./-)", 2)
     unfit = ["recursive", "archive", "dereference", "preserve", "no_clobber", "verify"]
@@ -99,7 +98,6 @@ def _copy(
     *,
     to_directory: bool,
 ) -> None:
-    """Copy files. Errors of single ones are printed and collected."""
     kind = kind_of((*sources, *ends))
     report.has_limit = kind != "file"
     if options.recursive:

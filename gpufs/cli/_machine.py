@@ -27,7 +27,7 @@ _STACKED: Final[Mapping[str, str]] = {"dm-": "device mapper", "md": "software RA
 REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
     "disabled": ("a knob switched it off", "see --io-fastpath"),
     "nothing_to_move": ("there is nothing to move", ""),
-    "too_small": ("less than --io-fastpath-min-bytes, or no whole alignment unit", "copy more at once"),
+    "too_small": ("there is no whole alignment unit in it", "copy more at once"),
     "offset_unaligned": ("the offset in the file is not a multiple of the alignment", "begin at an aligned offset"),
     "size_unaligned": ("the size is not a multiple of the alignment", "the rest at the end goes by fallback: no harm"),
     "memory_unaligned": (
@@ -81,8 +81,13 @@ class ProbedDriver:
 
 
 def _probe(what: Sequence[str]) -> dict[str, Any]:
-    """Ask the engine in a process of its own: a vendor's library may hang, end the process, or stay loaded."""
-    (answer,) = _answers.ask([functools.partial(_answer, *what)], str, _PROBE_SECONDS)
+    """Ask the engine about a "driver" by its name, or a file by its "path".
+
+    In a process of its own: a vendor's library may hang, end the process, or stay loaded.
+    """
+    kind, name = what
+    question = {"driver": _driver, "path": _path}[kind]
+    (answer,) = _answers.ask([functools.partial(question, name)], str, _PROBE_SECONDS)
     return {"error": answer.strerror} if isinstance(answer, OSError) else dict(answer)
 
 
@@ -239,8 +244,3 @@ def _path(path: str) -> dict[str, Any]:
                     "memory_align": info.memory_align,
                     "refusals": list(info.fastpath_refusals),
                 }
-
-
-def _answer(kind: str, name: str) -> dict[str, Any]:
-    """Return what the engine says of a "driver" by its name, or of a file by its "path". OSError if it fails."""
-    return _driver(name) if kind == "driver" else _path(name)

@@ -5,6 +5,7 @@ import pwd
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from gpufs._printable import printable as printable
@@ -39,10 +40,8 @@ def complain(text: str, command: str = "") -> None:
 
     ``command``: its name, of those that report failures of single files, too.
     """
-    try:
+    with suppress(OSError):
         print(f"{f'gpufs {command}'.rstrip()}: {printable(text)}", file=sys.stderr)
-    except OSError:
-        pass
 
 
 def json_text(value: Any) -> str:
@@ -115,7 +114,6 @@ def table_lines(
 
 
 def _cell(text: str, width: int, header: str, *, right: bool) -> str:
-    """Return a cell of a table, as wide as its column."""
     if len(text) > width and text.startswith(("[|", "[ ")):  # a bar
         full = round(text.count("|") / (len(text) - 2) * (width - 2))
         text = f"[{'|' * full}{' ' * (width - 2 - full)}]"

@@ -295,7 +295,6 @@ def counters_of(entry: mounting.MountEntry) -> dict[str, Any]:
 
 
 def _answered(entry: mounting.MountEntry, answer: Any) -> dict[str, Any]:
-    """Return the counters of a mount, or the reason why they are missing."""
     if not isinstance(answer, OSError):
         counted: dict[str, Any] = answer
         return counted

@@ -56,7 +56,6 @@ class SaveReport(CopyReport):
 
 @contextmanager
 def _explained(command: str) -> Iterator[None]:
-    """Raise Failure for what the system refuses."""
     try:
         yield
     except OSError as error:

@@ -197,7 +197,6 @@ class TensorFiles:
             ]
 
     def _read_registered(self, file: Contents, given: GivenType | None) -> None:
-        """Add the tensor of a file, by the name of the file."""
         known = given or file.registered_type()
         if known is not None:
             (place,) = known.layout(file.size).tensors

@@ -7,7 +7,7 @@ from gpufs.cli import _answers, _mounts, _queries
 from gpufs.cli._main import complete_files
 from gpufs.cli._options import complete_mounts, timeout_option
 from gpufs.cli._output import Failure, json_text, table
-from gpufs.client._daemons import revoke
+from gpufs.client import _daemons
 
 
 @click.command(name="leases")
@@ -35,7 +35,10 @@ def command(mountpoints: tuple[str, ...], as_json: bool, revoke: tuple[str, ...]
         if mountpoints:
             raise Failure("--revoke: takes no MOUNTPOINT", 2)
         for path in revoke:
-            _revoke(path)
+            try:
+                _daemons.revoke(path)
+            except OSError as error:
+                raise Failure(f"{path}: {error.strerror}") from None
         return
     entries = _mounts.chosen(mountpoints)
     answers = _queries.leases_of(entries, timeout)
@@ -49,10 +52,3 @@ def command(mountpoints: tuple[str, ...], as_json: bool, revoke: tuple[str, ...]
     elif not silent:
         print("nothing is attached" if entries else "no gpufs is mounted")
     _answers.finish(silent, len(entries), named=bool(mountpoints))
-
-
-def _revoke(path: str) -> None:
-    try:
-        revoke(path)
-    except OSError as error:
-        raise Failure(f"{path}: {error.strerror}") from None

@@ -62,19 +62,15 @@ def _remount(path: str, given: Options, chosen: config.Settings) -> None:
     entry = _mounts.find(path)
     if os.geteuid() != 0:
         raise Failure(f"{path}: only root may remount; unmount it and mount it again")
-    (running,) = _answers.ask([functools.partial(_knobs, entry)], dict, _ANSWER_SECONDS)
+    (running,) = _answers.ask([functools.partial(control_file, entry, "status")], dict, _ANSWER_SECONDS)
     if isinstance(running, OSError):
         raise Failure(f"{path}: cannot be remounted: {running.strerror}")
     for name in given.knobs.keys() & config.BY_NAME.keys():
         wanted = json.loads(json.dumps(chosen[name]))
-        if wanted != running.get(name):
+        if wanted != running["knobs"].get(name):
             raise Failure(f"mount option {name} cannot be changed by a remount: unmount {path} and mount it again", 2)
     try:
         mounting.remount(entry, given.flags)
     except OSError as error:
         hint = " (files are open for writing)" if "ro" in given.flags else ""
         raise Failure(f"{error.strerror}{hint}") from None
-
-
-def _knobs(entry: mounting.MountEntry) -> dict[str, Any]:
-    return dict(control_file(entry, "status")["knobs"])

@@ -43,7 +43,6 @@ class _WouldNotSurvive(Failure):
 
 
 def _restart(path: str, timeout: float) -> None:
-    """Restart one mount, and wait until it answers again. Raise Failure."""
     entry = _mounts.mounted_at(path)
     began = time.monotonic()
     while (former := _ask_to_restart(path, entry, timeout)) is None:

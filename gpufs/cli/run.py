@@ -26,7 +26,6 @@ _PROBE: Final = "import sys; sys.exit('gpufs.in_place' not in sys.modules)"
 
 
 def _complete_words(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a program and its files for a shell."""
     items = complete_files(ctx, parameter, incomplete)
     if incomplete and not ctx.params.get("words"):
         places = filter(os.path.isdir, os.get_exec_path())

@@ -23,8 +23,8 @@ def command(paths: tuple[str, ...], timeout: float) -> None:
     """Move files from a device to the host's memory of their mount, which leaves the device's memory free.
 
     Names, contents and owners stay the same. A directory stands for all files below it. All of the files move, or none.
-    They come back with `gpufs wake`, and when a program opens them to write, attaches them or wakes; reading them
-    leaves them where they are. Files smaller than 2 MiB stay on their device, and files in host0 and registered memory
+    They come back with `gpufs wake`, and when a program writes to them, attaches them or wakes; reading them leaves
+    them where they are. Files smaller than 2 MiB stay on their device, and files in host0 and registered memory
     stay where they are.
 
     Programs that use the files in place are asked to release them, if they have called gpufs.when_asked(): each once,

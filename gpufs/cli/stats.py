@@ -92,12 +92,7 @@ def _rows(mount: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _errno_text(number: int) -> str:
-    return os.strerror(number) if number < 4096 else f"error {number}"
-
-
 def _lines(mount: dict[str, Any]) -> list[str]:
-    """Return what is printed of a mount."""
     lines = [printable(_headline(mount))]
     if mount.get("error"):
         return lines
@@ -116,5 +111,5 @@ def _lines(mount: dict[str, Any]) -> list[str]:
                 reasons = ", ".join(f"{name} {number}" for name, number in sorted(counts["refusals"].items()))
                 lines.append(printable(f"{device['name']} {flow}: not by fastpath: {reasons}"))
         if device["gauges"]["health_error"]:
-            lines.append(f"{device['name']} is out of service: {_errno_text(device['gauges']['health_error'])}")
+            lines.append(f"{device['name']} is out of service: {os.strerror(device['gauges']['health_error'])}")
     return lines

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from errno import EACCES, ENOENT, EPERM
-from types import FrameType
 from typing import Any, Final
 
 import click
@@ -61,7 +60,8 @@ def command(mountpoints: tuple[str, ...], once: bool, interval: float, timeout: 
     """
     if not once and sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _end)
+            # Passes through curses, which restores the terminal.
+            signal.signal(number, lambda arrived, _: sys.exit(128 + arrived))
         with suppress(KeyboardInterrupt):
             curses.wrapper(_watch, mountpoints, timeout, interval)
         return
@@ -75,14 +75,16 @@ def command(mountpoints: tuple[str, ...], once: bool, interval: float, timeout: 
 
 
 def _read(mountpoints: Sequence[str], timeout: float) -> list[Reading]:
-    readings = _readings(_mounts.chosen(mountpoints), lambda reading: _picture([reading], [reading]), timeout)
+    def show(answer: dict[str, Any]) -> list[str]:
+        reading = _reading("", answer)
+        return _picture([reading], [reading])
+
+    entries = _mounts.chosen(mountpoints)
+    answers = _answers.ask([functools.partial(_activity_of, entry) for entry in entries], show, timeout)
+    readings = [_reading(entry.mountpoint, answer) for entry, answer in zip(entries, answers, strict=True)]
     if mountpoints:
         return readings
     return [reading for reading in readings if reading.error is None or reading.error.errno not in (EACCES, EPERM)]
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # passes through curses, which restores the terminal
 
 
 def _watch(window: curses.window, mountpoints: Sequence[str], timeout: float, interval: float) -> None:
@@ -127,13 +129,6 @@ def _show(window: curses.window, lines: Sequence[str]) -> None:
 # ---- readings ----
 
 
-def _readings(entries: Sequence[mounting.MountEntry], show: _answers.Show, timeout: float) -> list[Reading]:
-    """Return a reading of each mount, at most ``timeout`` seconds later. ``show`` draws one."""
-    questions = [functools.partial(_activity_of, entry) for entry in entries]
-    answers = _answers.ask(questions, lambda answer: show(_reading("", answer)), timeout)
-    return [_reading(entry.mountpoint, answer) for entry, answer in zip(entries, answers, strict=True)]
-
-
 def _activity_of(entry: mounting.MountEntry) -> dict[str, Any]:
     try:
         activity = control_file(entry, "activity")
@@ -160,12 +155,10 @@ def _reading(mountpoint: str, answer: Any) -> Reading:
 
 
 def _file_key(file: dict[str, Any], flow: str) -> Key:
-    """Return the key in Reading.moved of a file's bytes in one direction."""
     return ("file", file["inode"], flow)
 
 
 def _copy_key(copy: dict[str, Any]) -> Key:
-    """Return the key in Reading.moved of a copy."""
     return ("copy", copy["pid"], copy["since"], copy["source"], copy["destination"])
 
 

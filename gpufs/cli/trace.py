@@ -113,7 +113,6 @@ def command(mountpoint: str, output: str, duration: float | None, **_: Any) -> N
 
 @contextlib.contextmanager
 def _opened(output: str) -> Iterator[IO[str]]:
-    """Open the output file. Failure, which names it, if it cannot be written."""
     if output == "-":
         yield sys.stdout
         return

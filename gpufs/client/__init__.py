@@ -17,14 +17,9 @@ if TYPE_CHECKING:
 
 # A module whose name begins with a dot is beside this package.
 _MODULES = {
-    "Cancellation": "_cancellation",
-    "Copier": ".copying.calls",
-    "CopyError": ".copying.types",
-    "CopyProgress": ".copying.types",
-    "CopyResult": ".copying.types",
-    "copy": ".copying.calls",
-    "copy_files": ".copying.calls",
-    "copy_tree": ".copying.calls",
+    ".copying.calls": "Copier copy copy_files copy_tree",
+    ".copying.types": "CopyError CopyProgress CopyResult",
+    "_cancellation": "Cancellation",
 }
 
 __all__ = [
@@ -40,7 +35,3 @@ __all__ = [
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
     __getattr__ = lazy(globals(), _MODULES)
-
-
-def __dir__() -> list[str]:
-    return __all__

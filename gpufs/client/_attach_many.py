@@ -220,7 +220,6 @@ def _gather(files: list[_Small], mode: Mode, devices: _Devices, arrays: list[Dev
 
 
 def _copy(contents: bytearray, engine: Engine, index: int, mode: Mode) -> Mapping:
-    """Map fresh memory of a device with these contents."""
     reserve = -(-len(contents) // GRANULE) * GRANULE
     address = engine.devices[index].info.pci_address
     with Buffer(engine, index) as buffer:

@@ -551,7 +551,6 @@ class Connection(Closing):
 
 
 def _check(answer: protocol.Attached | protocol.Done) -> None:
-    """OSError if the daemon has refused."""
     if answer.error:
         raise OSError(answer.error, with_user_names(answer.message))
 

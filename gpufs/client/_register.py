@@ -216,7 +216,6 @@ def register(
 
 
 def _register_array(array: Any, name: str, size: int | None, mode: int) -> Registration:
-    """Register one array, or ``size`` bytes at an address, as gpufs.register()."""
     memory = _memory_of(array, size)
     kind = GivenType.of_array(array)
     directory = os.path.dirname(name) or "."

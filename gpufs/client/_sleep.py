@@ -188,7 +188,6 @@ class _Listeners:
             self.watch(attachment)
 
     def watch(self, attachment: Attachment) -> None:
-        """Listen for what is asked about the mount of an attachment."""
         st_dev = attachment.identity[0]
         with self._lock:
             if not self._functions or st_dev in self._mounts:

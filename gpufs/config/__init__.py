@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from gpufs.config.memory import check_host, host_devices, host_memory, is_memory_limited, metadata_memory, numbers
 
 # Names that are loaded on first use: commands that only need the table of knobs do without.
-_OF_LOADING = ("CONFIG_VARIABLE", "SYSTEM_FILE", "Settings", "load", "suggestion", "unknown_variables")
+_MODULES = {
+    "loading": "CONFIG_VARIABLE SYSTEM_FILE Settings load suggestion unknown_variables",
+    "memory": "check_host host_devices host_memory is_memory_limited metadata_memory numbers",
+}
 
 __all__ = [
     "BY_NAME",
@@ -51,4 +54,4 @@ def hip_memory(values: Mapping[str, Any]) -> Any:
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
-    __getattr__ = lazy(globals(), {name: "loading" if name in _OF_LOADING else "memory" for name in __all__})
+    __getattr__ = lazy(globals(), _MODULES)

@@ -81,11 +81,6 @@ def size(least: int, most: int, multiple: int = 1, *, power_of_two: bool = False
     return Kind(allowed, "SIZE", parse)
 
 
-def duration_text(seconds: float) -> str:
-    """Return a time as the text that a duration knob reads, for example "100us"."""
-    return f"{seconds * 1e6:g}us" if 0 < seconds < 1e-3 else f"{seconds:g}s"
-
-
 def integer(least: int, most: int) -> Kind:
     """Return the kind of a whole number within these bounds."""
 
@@ -112,10 +107,10 @@ def flags(bits: int) -> Kind:
 def duration(least: float, most: float) -> Kind:
     """Return the kind of a time in seconds within these bounds."""
 
-    factors = {"": 1.0, "us": 1e-6, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+    factors = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
     def parse(text: str) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|)", text.strip(), re.ASCII)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|)", text.strip(), re.ASCII)
         if not match or not least <= float(match[1]) * factors[match[2]] <= most:
             raise ValueError(text)
         return float(match[1]) * factors[match[2]]

@@ -5,6 +5,7 @@ page docs/knobs.md.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,10 +51,8 @@ class Knob:
         try:
             return self.kind.coerce(value)
         except ValueError:
-            try:
+            with suppress(ValueError):  # a type that this knob does not have
                 value = self.kind.text_of(value)
-            except ValueError:
-                pass  # a type that this knob does not have
             shown = repr(value[: _SHOWN - 3] + "..." if isinstance(value, str) and len(value) > _SHOWN else value)
             raise ConfigError(f"{self.name}: {shown} ({origin}) is not allowed: {self.kind.allowed}") from None
 
@@ -64,7 +63,7 @@ class Knob:
         if self.kind.metavar == "SIZE":
             return kinds.size_text(self.default)
         if self.kind.metavar == "TIME":
-            return kinds.duration_text(self.default)
+            return f"{self.default:g}s"
         if isinstance(self.default, bool):
             return str(self.default).lower()
         return str(self.default)
@@ -222,51 +221,12 @@ KNOBS: Final[tuple[Knob, ...]] = (
     ),
     Knob("log_level", kinds.choice("debug", "info", "warning", "error"), "info", "Least severe level that is logged."),
     Knob(
-        "reader_threads",
-        kinds.integer(0, 128),
-        0,
-        "Threads that answer requests of the kernel.",
-        default_text="0: chosen by the number of CPUs",
-    ),
-    Knob(
-        "worker_threads",
-        kinds.integer(0, 256),
-        0,
-        "Most threads for slow requests of each device (allocation, truncation, copies within memory).",
-        default_text="0: 64, started as they are needed",
-    ),
-    Knob(
-        "reader_spin",
-        kinds.duration(0, 0.01),
-        100e-6,
-        "How long a thread polls for the next request before it sleeps, if requests arrive that fast. 0: never.",
-    ),
-    Knob(
-        "max_write",
-        kinds.size(0, 16 << 20, 4096),
-        0,
-        "Largest READ and WRITE request that the kernel may send.",
-        default_text="0: the engine's choice",
-    ),
-    Knob(
         "read_ahead",
         kinds.size(0, 64 << 20, 4096),
         4 << 20,
         "How far the kernel reads ahead of a program that goes through a mapping. Unless it is 0, threads of the mount "
         "read on from there while the program goes from front to back. For root's mounts; others have the kernel's "
         "128 KiB.",
-    ),
-    Knob(
-        "attribute_timeout",
-        kinds.duration(0, 86400),
-        1.0,
-        "How long the kernel may cache a file's attributes.",
-    ),
-    Knob(
-        "entry_timeout",
-        kinds.duration(0, 86400),
-        1.0,
-        "How long the kernel may cache a name. Names of directories in device memory it caches always.",
     ),
     Knob(
         "mount_timeout",
@@ -298,13 +258,6 @@ KNOBS: Final[tuple[Knob, ...]] = (
         kinds.choice("auto", "off", "require"),
         "auto",
         "Copy directly between storage and device with the vendor's library: if possible, never, or only that way.",
-    ),
-    Knob(
-        "io_fastpath_min_bytes",
-        kinds.size(0, 1 << 40),
-        0,
-        "Copies of fewer bytes go through host memory, unless io_fastpath is require. Worth a try where most copies "
-        "are small: hipFile's authors report poor speed of direct copies of 64K and less.",
     ),
     Knob(
         "io_file_systems",

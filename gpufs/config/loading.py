@@ -140,7 +140,6 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def _check_together(settings: Settings) -> None:
-    """Raise ConfigError for values that are allowed alone but not together."""
     origins = settings.origins
     chunk, pinned = settings["io_chunk_bytes"], settings["io_pinned_bytes"]
     if pinned < chunk:

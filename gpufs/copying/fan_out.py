@@ -95,7 +95,6 @@ class FanOut:
                 entries.preserve(copy.fd, next(iter(jobs.values())).attributes)  # reading it has changed its times
 
     def _copy(self, place: int, job: CopyJob) -> OpenFile | None:
-        """Make one copy; returns it, with a descriptor of its own, unless it fails."""
         try:
             if self.cancel.cancelled:
                 raise CopyError(errno.ECANCELED, "", job.source.entry.path, job.destination.entry.path)
@@ -108,7 +107,6 @@ class FanOut:
             return None
 
     def _report(self, place: int, progress: CopyProgress) -> None:
-        """Add up the progress of all copies."""
         assert self.progress is not None
         with self._lock:
             counts = self._counts[progress.phase]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -101,10 +101,8 @@ def serve(incoming: int, outgoing: int, *, shell: str = "", program: str = "") -
     except ChannelError:
         return False  # the other side is gone, or wrong
     except OSError as error:
-        try:
+        with suppress(ChannelError):
             channel.send(messages.Refused.of(error, error.filename or ""))
-        except ChannelError:
-            pass
         return False
     finally:
         channel.close()
@@ -150,10 +148,8 @@ def _upload_as_asked(
         report(messages.Notice(plain(text)))
 
     def watch() -> None:
-        try:
+        with suppress(OSError):
             channel.receive()
-        except OSError:
-            pass
         cancel.cancel()  # the other side has ended
 
     start_thread(watch)
@@ -172,7 +168,6 @@ def _expanded(path: str) -> str:
 
 @contextmanager
 def _bases(paths: Sequence[str], destination: str, request: HostRequest) -> Iterator[list[Entry]]:
-    """Find the destinations of sources, with their directories open."""
     with ExitStack() as opened:
         stripped = destination.rstrip("/") or "/"
         named = opened.enter_context(

@@ -163,7 +163,6 @@ class Receiver(Report):
     # ---- what has been found there ----
 
     def _take(self, found: messages.Found) -> None:
-        """Create a directory or link, or receive a file."""
         self.found = found
         name, path = os.fsdecode(found.name), os.fsdecode(found.path)
         parent = self._folders[-1] if self._folders else None
@@ -288,7 +287,6 @@ class Receiver(Report):
     # ---- files ----
 
     def _receive(self, step: Step) -> None:
-        """Receive one file, and answer what became of it."""
         found = self.found
         self._in_file, self._left, self._answer = True, found.size, None
         entry = self._tree.file(step)
@@ -331,7 +329,6 @@ class Receiver(Report):
         return result
 
     def _next(self) -> memoryview | messages.Hole | messages.InPlace | messages.End:
-        """Return what comes next of the current file."""
         if self._used is not None:
             self.channel.send(messages.Free(self._used))
             self._used = None
@@ -359,7 +356,6 @@ class Receiver(Report):
         return self._nixl.slot(slot.number)[: slot.size]
 
     def _store(self, step: Step, entry: Entry) -> FileResult:
-        """Receive the bytes of a file, and give it its name."""
         file = self.found
         new = self._create(file, entry)
         try:
@@ -422,7 +418,6 @@ class Receiver(Report):
         raise HostProtocolError("not what was written")
 
     def _create(self, file: messages.Found, entry: Entry) -> NewFile:
-        """Create the file, with its memory, but without its name."""
         if entry.path in self._made:
             raise OSError(errno.EEXIST, "another source of this command has been copied there")
         self.check_mount(entry)

@@ -63,7 +63,6 @@ class Sender:
                 raise HostProtocolError(f"no result of {sent.path}")
 
     def _plan(self) -> messages.Plan:
-        """Add up what is to be sent."""
         size = data = 0
         sizes: dict[int, tuple[int, int]] = {}
         for source in self.sources:
@@ -108,7 +107,6 @@ class Sender:
         return Selection(*request.patterns).of(steps)
 
     def _take(self, report: messages.Report) -> None:
-        """Take what a machine of the chain reports."""
         if report.hop >= self._hops or (isinstance(report, messages.Deleted) and not self.request.delete):
             raise HostProtocolError("no result")
         if isinstance(report, messages.FileResult):
@@ -182,7 +180,6 @@ class Sender:
         self.channel.send(end)
 
     def _send_content(self, number: int, opened: OpenFile, size: int, *, holes: bool) -> messages.End:
-        """Send the bytes of a file, and return what follows them."""
         moved = partial(self._report_moved, opened.entry.path)
         checksum = RunningChecksum(verify=self.request.verify)
         done = 0

@@ -401,7 +401,8 @@ class CopyJob:
             return ""
         if self._whole or not self._is_regular():
             return copied
-        if self._created and not (partial and self._emptied) and self._remove():
+        entry, keeps = self.destination.entry, partial and self._emptied
+        if self._created and not keeps and remove_name(self.fd, entry.name, entry.directory):
             data.done = 0
             return ""
         if not self._emptied:
@@ -415,15 +416,10 @@ class CopyJob:
             return f"{self._amount()} are kept"
         return f"the old content is gone, {self._amount()} were copied"
 
-    def _remove(self) -> bool:
-        entry = self.destination.entry
-        return remove_name(self.fd, entry.name, entry.directory)
-
     def _amount(self) -> str:
         return f"{self._data.done} bytes" if self._stream else f"{self._data.done} of {self._data.total} bytes"
 
     def _failure(self, error: OSError, left: str) -> CopyError:
-        """The error for the user."""
         code = error.errno or errno.EIO
         text = text_of(error)
         if code == errno.ENOSPC and self._emptied and not self._stream:

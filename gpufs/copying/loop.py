@@ -305,7 +305,6 @@ class TreeCopy:
         self._copy_all(found, replaces=True)
 
     def _find_uploads(self, sources: Sequence[str], url: Url, *, into: bool) -> None:
-        """Walk over what is stored at a URL, or below it with ``into``."""
         from gpufs.copying.store_copy import BucketTree, StoredCopies, delete_other_objects
 
         for source in sources:

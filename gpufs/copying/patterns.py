@@ -64,7 +64,6 @@ class Pattern:
 
 
 def _expression(text: str) -> str:
-    """Return a pattern as a regular expression."""
     found = []
     for token in _TOKEN.findall(text):
         if token.startswith("*"):

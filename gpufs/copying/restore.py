@@ -307,7 +307,6 @@ class Restore(FileCopier):
 
     @contextmanager
     def _open_below(self, path: str) -> Iterator[int]:
-        """Open a directory below the destination."""
         with (
             closed_after(safe_path.open_path(self._destination, _DIRECTORY)) as base,
             closed_after(open_beneath(base, os.fsencode(path) or b".", _DIRECTORY)) as fd,

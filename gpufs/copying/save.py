@@ -244,7 +244,6 @@ class _SavedTree(FileTree):
         return self._entry(step)
 
     def special(self, step: Step) -> None:
-        """Save a symbolic link, a FIFO, socket or device node."""
         self._write(step.path, lambda: self._record(step))
 
     def _record(self, step: Step) -> Symlink | Special:
@@ -288,7 +287,6 @@ def _explained(error: OSError) -> OSError:
 
 
 def _named(path: str, status: os.stat_result, xattrs: dict[str, bytes]) -> dict[str, Any]:
-    """Return the attributes of a line of the manifest."""
     return {
         "path": encoded(path),
         "mode": f"{stat.S_IMODE(status.st_mode):04o}",
@@ -413,7 +411,6 @@ class _NewDirectory:
                 remove_tree(self._above, self._part)
 
     def close(self) -> None:
-        """Close it, and remove it if it is not complete."""
         self._closing.close()
 
 

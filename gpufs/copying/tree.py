@@ -328,7 +328,6 @@ class FileTree:
             self._state.report.failed(step.path, entry.path, error)
 
     def _target(self, step: Step, entry: Entry) -> str | bytes:
-        """Return what a link leads to. ``entry``: its copy."""
         assert isinstance(step.source, Entry)
         if exists(step.source, follow=True):
             self._state.links.append(entry.path)
@@ -364,7 +363,6 @@ class FileTree:
             raise OSError(errno.EINVAL, _INTO_ITSELF)
 
     def _end(self, folder: Folder) -> None:
-        """Set the attributes of a directory, into which nothing more is written."""
         directory = self._directories.pop(folder)
         try:
             if not self._state.cancel.cancelled:

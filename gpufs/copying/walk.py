@@ -188,7 +188,6 @@ def _open(entry: Entry, status: os.stat_result, parent: Folder | None, fail: Fai
 
 
 def _below(folder: Folder, fail: Fail, *, dereference: bool) -> Iterator[tuple[Entry, os.stat_result]]:
-    """Yield what a directory has, unless nobody wants it."""
     directories = []
     try:
         names = sorted(os.listdir(folder.fd)) if folder.wanted else []

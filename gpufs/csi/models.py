@@ -304,7 +304,6 @@ class Models:
             fetch.ended.set()
 
     def _put(self, model: Model, secrets: dict[str, str], fetch: _Fetch) -> None:
-        """Fetch a model, unless it is there."""
         self.mount()
         if model.device not in (devices := self._devices()):
             text = f"this node has no {model.device}: it has {', '.join(devices) or 'none'}"

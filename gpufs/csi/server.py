@@ -128,37 +128,28 @@ class Plugin:
 
     # ---- the kubelet's calls ----
 
-    def get_plugin_info(self, request: Any, context: Any) -> Any:
+    # Each returns the fields of the response; calls that are not here get an empty one.
+
+    def get_plugin_info(self, request: Any, context: Any) -> dict[str, object]:
         """Name this driver."""
-        return CLASSES["GetPluginInfoResponse"](name=self._options.name, vendor_version=__version__)
+        return {"name": self._options.name, "vendor_version": __version__}
 
-    def get_plugin_capabilities(self, request: Any, context: Any) -> Any:
-        """Return no capabilities: the plug-in has no controller."""
-        return CLASSES["GetPluginCapabilitiesResponse"]()
-
-    def probe(self, request: Any, context: Any) -> Any:
+    def probe(self, request: Any, context: Any) -> dict[str, object]:
         """Answer. The mount may be missing: starting the plug-in again would not mount it."""
-        response = CLASSES["ProbeResponse"]()
-        response.ready.value = True
-        return response
+        return {"ready": {"value": True}}
 
-    def node_get_capabilities(self, request: Any, context: Any) -> Any:
-        """Name none: a volume is published in one step."""
-        return CLASSES["NodeGetCapabilitiesResponse"]()
-
-    def node_get_info(self, request: Any, context: Any) -> Any:
+    def node_get_info(self, request: Any, context: Any) -> dict[str, object]:
         """Name this node."""
-        return CLASSES["NodeGetInfoResponse"](node_id=self._options.node)
+        return {"node_id": self._options.node}
 
-    def node_publish_volume(self, request: Any, context: Any) -> Any:
+    def node_publish_volume(self, request: Any, context: Any) -> None:
         """Put the model on the mount, and bind it into the pod. The same call again changes nothing."""
         volume = volumes.volume_of(request, self._state.key)
         self._targets.path_of(volume.target)
         with self._only_call_for(volume.target):
             self._publish(volume, request.secrets, _wait_within(context, volume.source))
-        return CLASSES["NodePublishVolumeResponse"]()
 
-    def node_unpublish_volume(self, request: Any, context: Any) -> Any:
+    def node_unpublish_volume(self, request: Any, context: Any) -> None:
         """Remove a volume from its pod. The model goes with its last volume."""
         volumes.check_names(request.volume_id, request.target_path)
         self._targets.path_of(request.target_path)
@@ -169,7 +160,6 @@ class Plugin:
             elif all(one.target != request.target_path for one in self._state.volumes()):
                 self._targets.unbind(request.target_path)
                 self._tries.attempt("models", "that no volume needs", self._sweep)  # it was there before a restart
-        return CLASSES["NodeUnpublishVolumeResponse"]()
 
     @contextmanager
     def _only_call_for(self, target: str, *, is_round: bool = False) -> Iterator[None]:
@@ -224,7 +214,6 @@ class Plugin:
             raise
 
     def _show(self, volume: Volume, secrets: Mapping[str, str], proceed: Callable[[str], None]) -> None:
-        """Fetch a volume's model and bind it."""
         self._models.ensure(volume.model, secrets, proceed)
         with self._models.opened(volume.model) as model:
             self._targets.bind(volume.target, model, self._models.mount(), self._models.sockets())
@@ -312,9 +301,9 @@ def _wait_within(context: Any, source: str) -> Callable[[str], None]:
 # ---- gRPC ----
 
 
-def _answer(call: Callable[[Any, Any], Any], request: Any, context: Any) -> Any:
+def _answer(call: Callable[[Any, Any], Any], response: Callable[..., Any], request: Any, context: Any) -> Any:
     try:
-        return call(request, context)
+        return response(**(call(request, context) or {}))
     except CallError as error:
         failure = error
     except OSError as error:
@@ -331,9 +320,9 @@ def _handlers(plugin: Plugin) -> Iterator[grpc.GenericRpcHandler]:
     for service, calls in SERVICES.items():
         methods = {}
         for call in calls:
-            method = getattr(plugin, re.sub(r"\B([A-Z])", r"_\1", call).lower())
+            method = getattr(plugin, re.sub(r"\B([A-Z])", r"_\1", call).lower(), lambda _request, _context: None)
             methods[call] = grpc.unary_unary_rpc_method_handler(
-                partial(_answer, method),
+                partial(_answer, method, CLASSES[f"{call}Response"]),
                 request_deserializer=CLASSES[f"{call}Request"].FromString,
                 response_serializer=CLASSES[f"{call}Response"].SerializeToString,
             )

@@ -101,13 +101,7 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
                 opened,
                 fuse_fd,
                 relay_fd,
-                reader_threads=values["reader_threads"],
-                worker_threads=values["worker_threads"],
-                reader_spin=values["reader_spin"],
-                max_write=values["max_write"],
                 mask_flags=values["mask_flags"],
-                entry_timeout=values["entry_timeout"],
-                attribute_timeout=values["attribute_timeout"],
                 metadata_bytes=config.metadata_memory(values["metadata"]),
                 user_bytes=values["user_memory"],
                 keeper=keeper if survives else None,
@@ -230,7 +224,6 @@ def _note_signals() -> list[int]:
 
 @contextmanager
 def _start_failures() -> Iterator[None]:
-    """Turn an engine's failure into one line for the user."""
     try:
         yield
     except engine.EngineError as failure:
@@ -290,11 +283,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _report(answer: LauncherAnswer, code: int, message: str) -> None:
     """Report to the launcher, or to the user if it runs in the foreground, why there is no mount."""
-    try:
+    with suppress(OSError):  # the launcher has gone
         if not answer.send({"error": code, "message": message}):
             print(f"gpufs: {message}", file=sys.stderr)
-    except OSError:
-        pass  # the launcher has gone
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from gpufs.fs.control_files import (
     version_text,
 )
 from gpufs.fs.quotas import Quotas
-from gpufs.fs.requests import Handles, Replies
+from gpufs.fs.requests import Handles
 
 _OWNERS_FILES: Final = ("trace",)  # control files for the mount's owner alone
 
@@ -78,13 +78,12 @@ def build(request: MountRequest, mount: engine.Mount, serving: Serving) -> Opera
         control_files=contents,
     )
     handles = Handles()
-    replies = Replies(values["entry_timeout"], values["attribute_timeout"])
     if not values["backing"]:
         return Operations(handles, control_files)
     shares = [Share(*fields) for fields in values["backing"]]
     ids = {"uid": os.geteuid(), "gid": os.getegid()}
     try:
-        backing = BackingHandler(mount, handles, replies, shares, st_dev=entry.st_dev, **ids)
+        backing = BackingHandler(mount, handles, shares, st_dev=entry.st_dev, **ids)
     except OSError as failure:
         path = os.fsdecode(failure.filename) if failure.filename else "backing"
         raise StartFailure.of(failure, f"backing: {path}: ") from None

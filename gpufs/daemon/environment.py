@@ -96,10 +96,8 @@ def runtime_directory(*, allow_other: bool) -> str:
 
 def _own_directory(path: str, mode: int, *, chmod: bool) -> None:
     """Create a directory, or accept one that this user owns. OSError, with its name, if neither is possible."""
-    try:
+    with suppress(FileExistsError):
         os.mkdir(path, mode)
-    except FileExistsError:
-        pass
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise OSError(errno.EPERM, "belongs to another user: remove it or set XDG_RUNTIME_DIR", path)
@@ -130,10 +128,8 @@ class CountersFile:
 
     def remove(self) -> None:
         """Remove it if it exists."""
-        try:
+        with suppress(OSError):  # the engine has not created the file
             os.unlink(self.path)
-        except OSError:
-            pass  # the engine has not created the file
 
 
 class ServiceManager:

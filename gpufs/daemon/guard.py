@@ -24,15 +24,13 @@ def _log(log_file: str, text: str) -> None:
 
     line = f"{time.strftime('%Y-%m-%d %H:%M:%S')}.000 ERROR gpufs.guard: {text}\n"
     if log_file:
-        try:
+        with suppress(OSError):  # use the system's log
             fd = open_log_file(log_file)
             try:
                 os.write(fd, os.fsencode(line))
             finally:
                 os.close(fd)
             return
-        except OSError:
-            pass  # use the system's log
     import syslog
 
     syslog.openlog("gpufs", syslog.LOG_PID, syslog.LOG_DAEMON)

@@ -1,6 +1,5 @@
 """Runs the daemon while its mount answers requests: signals, clients, the launcher's answer, the mount's end."""
 
-import functools
 import logging
 import os
 import select
@@ -10,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
 
 import trio
@@ -108,13 +108,17 @@ class Serving:
             # The files do not depend on these.
             nursery.start_soon(keep_up, "following remounts", self._watch_flags, _FLAGS_PAUSE)
             nursery.start_soon(keep_up, "publishing statistics", self._publish_statistics, _PUBLISH_SECONDS)
-            nursery.start_soon(keep_up, "returning heap memory", self._trim_heap, _TRIM_SECONDS)
+            nursery.start_soon(
+                keep_up, "returning heap memory", partial(threads.run, syscalls.trim_heap), _TRIM_SECONDS
+            )
             if self.died is not None:
-                nursery.start_soon(keep_up, "freeing forgotten files", self._release_forgotten, _FORGOTTEN_PAUSE)
+                free = partial(threads.run, self.mount.release_forgotten)  # visits all inodes
+                nursery.start_soon(keep_up, "freeing forgotten files", free, _FORGOTTEN_PAUSE)
             if self.keeper is not None:
                 nursery.start_soon(keep_up, "providing for the next daemon", self._provide_for_next, _PROVIDE_SECONDS)
             if seconds := self._manager.watchdog_seconds:
-                nursery.start_soon(keep_up, "feeding the watchdog", self._feed_watchdog, seconds / 2)
+                feed = partial(self._manager.notify, "WATCHDOG=1")  # the control plane runs
+                nursery.start_soon(keep_up, "feeding the watchdog", feed, seconds / 2)
             with self._requests:
                 await self._or_leave(connection.serve)
             self._copies.cancel()
@@ -169,7 +173,7 @@ class Serving:
         assert self.keeper is not None
         survives = self._obstacle_to_instructions() is None
         if survives != self._instructed:
-            await threads.run(functools.partial(takeover.instruct, self.keeper, self.request, self.entry, survives))
+            await threads.run(partial(takeover.instruct, self.keeper, self.request, self.entry, survives))
             self._instructed = survives
 
     def _failed_devices(self) -> str:
@@ -284,10 +288,9 @@ class Serving:
         main = f"MAINPID={os.getpid()}\n" if self.request.foreground or self.obstacle() is not None else ""
         await self._manager.notify(f"READY=1\n{main}STATUS=serves {printable(self.request.mountpoint)}")
         if self.request.foreground and self.notes:
-            threads.in_background(functools.partial(_print_notes, self.notes))
+            threads.in_background(partial(_print_notes, self.notes))
 
     async def _resume(self) -> None:
-        """Reports that this daemon serves the mount of another one."""
         assert self.died is not None
         with suppress(OSError):  # the mount is elsewhere, or gone: then nobody needs an answer
             await self._see_an_answer()
@@ -304,7 +307,7 @@ class Serving:
     async def _see_an_answer(self) -> None:
         """Wait for the kernel's first request, which is answered only if both planes work. OSError of stat(2)."""
         path = os.path.join(self.entry.mountpoint, "gpu0")
-        await threads.run(functools.partial(self.mount.await_answer, path), abandon_on_cancel=True)
+        await threads.run(partial(self.mount.await_answer, path), abandon_on_cancel=True)
 
     def _has_answered(self) -> None:
         self._answered.set()
@@ -315,21 +318,10 @@ class Serving:
     async def _set_read_ahead(self) -> None:
         read_ahead = self.request.config["read_ahead"]
         with suppress(threads.NoThreadError):  # the mount is useful without it
-            await threads.run(functools.partial(mountpoint.set_read_ahead, self.mount, self.entry, read_ahead))
-
-    async def _release_forgotten(self) -> None:
-        await threads.run(self.mount.release_forgotten)  # visits all inodes
+            await threads.run(partial(mountpoint.set_read_ahead, self.mount, self.entry, read_ahead))
 
     async def _publish_statistics(self) -> None:
-        """Write the gauges to the counters' file."""
         self.mount.engine.statistics_publish()
-
-    async def _trim_heap(self) -> None:
-        await threads.run(syscalls.trim_heap)
-
-    async def _feed_watchdog(self) -> None:
-        """Report to the service manager that the control plane runs."""
-        await self._manager.notify("WATCHDOG=1")
 
     async def _watch_signals(self) -> None:
         with trio.open_signal_receiver(*SIGNALS) as arriving:

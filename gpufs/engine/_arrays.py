@@ -184,7 +184,6 @@ def _read_only() -> ValueError:
 
 
 def _read_interface(array: object, name: str, *, writable: bool) -> ArrayMemory:
-    """Return the memory of an array by one of the array interfaces."""
     interface = getattr(array, name)
     try:
         address, read_only = interface["data"]

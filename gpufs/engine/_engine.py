@@ -288,12 +288,8 @@ def io_configure(
     chunk_bytes: int = 0,
     pinned_bytes: int = 0,
     workers: int = 0,
-    slots: int = 0,
     fastpath: Switch = "auto",
-    fallback: Switch = "auto",
-    direct: Switch = "auto",
     file_systems: str = "",
-    fastpath_min_bytes: int = 0,
 ) -> None:
     """Set the options of an engine's transfers, before its first transfer, mount or statistics.
 
@@ -301,15 +297,13 @@ def io_configure(
     ----------
     chunk_bytes, pinned_bytes
         Sizes in bytes of a chunk and of all pinned memory; 0 is the default.
-    workers, slots
-        Threads of a client, and pinned buffers of a thread; 0 is the default.
-    fastpath, fallback, direct
-        Which ways a copy may take.
+    workers
+        Threads of a client; 0 is the default.
+    fastpath
+        Whether a copy may take it.
     file_systems
         Types of file systems that the fastpath may use in addition to ext4, xfs and block devices, as
         /proc/self/mountinfo names them, separated by commas; "any" allows all.
-    fastpath_min_bytes
-        Smaller requests, in bytes, go by fallback, unless ``fastpath`` is "require" or ``fallback`` is "off".
 
     Raises
     ------
@@ -322,12 +316,8 @@ def io_configure(
         "chunk_bytes": unsigned("chunk_bytes", chunk_bytes),
         "pinned_bytes": unsigned("pinned_bytes", pinned_bytes),
         "workers": signed("workers", workers),
-        "slots": signed("slots", slots),
         "fastpath": choice("fastpath", SWITCHES, fastpath),
-        "fallback": choice("fallback", SWITCHES, fallback),
-        "direct": choice("direct", SWITCHES, direct),
         "file_systems": types,
-        "fastpath_min_bytes": unsigned("fastpath_min_bytes", fastpath_min_bytes),
     }
     check(lib.gpufs_io_configure(engine._handle, ffi.new("gpufs_io_options *", options)))
 

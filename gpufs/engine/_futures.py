@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from contextlib import suppress
 from errno import ECANCELED
 from typing import Any, Final
 
@@ -78,10 +79,8 @@ class OperationFuture(Future[int]):
         over = trio.Event()
 
         def wake(_: object) -> None:
-            try:
+            with suppress(trio.RunFinishedError):
                 token.run_sync_soon(over.set)
-            except trio.RunFinishedError:
-                pass
 
         self.add_done_callback(wake)
         try:

@@ -110,14 +110,8 @@ class Mount(Handle):
         An open and mounted /dev/fuse. The mount takes it over, also when this fails.
     relay_fd
         The native end of :func:`relay_pair`, which the mount takes over as well.
-    reader_threads, worker_threads, max_write
-        Threads, and bytes of a WRITE; 0 for the engine's choice.
-    reader_spin
-        Seconds that a reader spins for a request before it sleeps, 0 to 0.01.
     mask_flags
         INIT flags to treat as not offered by the kernel.
-    entry_timeout, attribute_timeout
-        Seconds, for the LOOKUP and GETATTR that the engine answers itself.
     metadata_bytes
         Host memory that names and attributes may take before new ones fail with ENOSPC; 0 for no limit.
     user_bytes
@@ -135,13 +129,7 @@ class Mount(Handle):
         fuse_fd: int,
         relay_fd: int,
         *,
-        reader_threads: int = 0,
-        worker_threads: int = 0,
-        reader_spin: float = 0.0,
-        max_write: int = 0,
         mask_flags: int = 0,
-        entry_timeout: float = 1.0,
-        attribute_timeout: float = 1.0,
         metadata_bytes: int = 0,
         user_bytes: int = 0,
         keeper: KeeperLink | None = None,
@@ -151,13 +139,7 @@ class Mount(Handle):
             {
                 "fuse_fd": fuse_fd,
                 "relay_fd": relay_fd,
-                "reader_threads": reader_threads,
-                "worker_threads": worker_threads,
-                "reader_spin": reader_spin,
-                "max_write": max_write,
                 "mask_flags": mask_flags,
-                "entry_timeout": entry_timeout,
-                "attribute_timeout": attribute_timeout,
                 "metadata_bytes": metadata_bytes,
                 "user_bytes": user_bytes,
                 "keeper": 0 if keeper is None else keeper._handle,

@@ -51,8 +51,8 @@ class Operation(TransferRequest):
     Raises
     ------
     ValueError
-        ``direction`` is neither "load" nor "store", or ``fastpath``, ``fallback`` or ``sync`` is another word than
-        those of :class:`Transfer`.
+        ``direction`` is neither "load" nor "store", or ``fastpath`` or ``sync`` is another word than those of
+        :class:`Transfer`.
     """
 
     _: KW_ONLY

@@ -117,7 +117,6 @@ class TransferRequest:
     buffer_offset: "Number" = 0
     _: KW_ONLY
     fastpath: Switch = "auto"
-    fallback: Switch = "auto"
     sync: Sync = "none"
     sparse: bool = False
     share: int = 0
@@ -126,7 +125,6 @@ class TransferRequest:
     def __post_init__(self) -> None:
         choice("direction", _DIRECTIONS, self.direction)
         choice("fastpath", SWITCHES, self.fastpath)
-        choice("fallback", SWITCHES, self.fallback)
         choice("sync", _SYNCS, self.sync)
 
     def _fill_transfer(self, request: Any, size: Any, file_offset: Any, buffer_offset: Any) -> object:
@@ -148,7 +146,6 @@ class TransferRequest:
         request.sync = _SYNCS[self.sync]
         request.sparse = bool(self.sparse)
         request.fastpath = SWITCHES[self.fastpath]
-        request.fallback = SWITCHES[self.fallback]
         request.share = signed("share", self.share)
         request.client = unsigned("client", self.client)
         return self.file, self.memory, keep
@@ -169,7 +166,7 @@ class Transfer(Handle):
         "load": from the file to the device. "store": from the device to the file.
     size
         In bytes; None: up to the end of the source.
-    fastpath, fallback
+    fastpath
         "auto" is what the engine was configured with.
     sync
         What a store makes durable before it is done.

@@ -8,9 +8,7 @@ Nothing else is imported or called.
 from __future__ import annotations
 
 import errno
-import io
 import os
-import pickle
 import struct
 import zipfile
 from collections import Counter, OrderedDict
@@ -384,8 +382,7 @@ _LIMITED: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
 class _Machine:
     """Runs a pickle within a budget. It builds what is listed above, and changes lists and dicts alone."""
 
-    def __init__(self, data: bytes, folder: str, members: Mapping[str, Member], budget: Budget) -> None:
-        self.data = io.BytesIO(data)
+    def __init__(self, folder: str, members: Mapping[str, Member], budget: Budget) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
@@ -393,21 +390,25 @@ class _Machine:
         self._folder = folder
         self._members = members
 
-    def run(self) -> Any:
-        while (code := self.data.read(1)) != pickle.STOP:
-            cost, instruction = _INSTRUCTIONS[code]
+    def run(self, data: bytes) -> Any:
+        import pickletools  # which other formats do without
+
+        for code, argument, _ in pickletools.genops(data):
+            cost, instruction = _INSTRUCTIONS[code.name]
             self._budget.take(cost)
-            instruction(self)
+            instruction(self, argument)
         return self.stack.pop()
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
-    def number(self, count: int, *, signed: bool = False) -> int:
-        return int.from_bytes(self.data.read(count), "little", signed=signed)
+    def push_text(self, text: str | bytes) -> None:
+        self._budget.take(2 * len(text))
+        if isinstance(text, str) and not text.isascii():
+            self._budget.take(_WIDE_BYTES * len(text))
+        self.push(text)
 
     def pop(self, count: int) -> list[Any]:
-        """Take the last values."""
         place = len(self.stack) - count
         _need(place >= 0, "too few values for an instruction")
         values = self.stack[place:]
@@ -415,23 +416,11 @@ class _Machine:
         return values
 
     def pop_mark(self) -> list[Any]:
-        """Take the values since the last mark."""
         return self.pop(len(self.stack) - self.marks.pop())
 
     def remember(self, place: int) -> None:
         _need(place <= len(self.memo), "its objects numbered in another order than torch.save() does")
         self.memo[place : place + 1] = self.stack[-1:]
-
-    def binary(self, width: int) -> bytes:
-        count = self.number(width)
-        self._budget.take(2 * count)
-        return self.data.read(count)
-
-    def text(self, width: int) -> str:
-        data = self.binary(width)
-        if not data.isascii():
-            self._budget.take(_WIDE_BYTES * len(data))
-        return data.decode("utf-8", "surrogatepass")
 
     def append(self, items: list[Any]) -> None:
         _need(type(self.stack[-1]) is list, "items that are appended to something other than a list")
@@ -482,51 +471,44 @@ class _Machine:
         vars(self.stack[-1]).update(state)
 
 
-_Instruction: TypeAlias = Callable[[_Machine], object]
+_Instruction: TypeAlias = Callable[[_Machine, Any], object]  # with the argument in the pickle, if it has one
 # Those that torch.save() writes, in all protocols. They give an object a place, or make one.
-_PLACING: Final[Mapping[bytes, _Instruction]] = {
-    pickle.PROTO: lambda machine: machine.data.read(1),
-    pickle.FRAME: lambda machine: machine.data.read(8),
-    pickle.NONE: lambda machine: machine.push(None),
-    pickle.NEWTRUE: lambda machine: machine.push(True),
-    pickle.NEWFALSE: lambda machine: machine.push(False),
-    pickle.EMPTY_TUPLE: lambda machine: machine.push(()),
-    pickle.BININT1: lambda machine: machine.push(machine.number(1)),
-    pickle.BINGET: lambda machine: machine.push(machine.memo[machine.number(1)]),
-    pickle.LONG_BINGET: lambda machine: machine.push(machine.memo[machine.number(4)]),
-    pickle.BINPUT: lambda machine: machine.remember(machine.number(1)),
-    pickle.LONG_BINPUT: lambda machine: machine.remember(machine.number(4)),
-    pickle.MEMOIZE: lambda machine: machine.remember(len(machine.memo)),
+_PLACING: Final[Mapping[str, _Instruction]] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, argument: None),
+    "NONE": _Machine.push,
+    "NEWTRUE": lambda machine, argument: machine.push(True),
+    "NEWFALSE": lambda machine, argument: machine.push(False),
+    "EMPTY_TUPLE": lambda machine, argument: machine.push(()),
+    "BININT1": _Machine.push,
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, place: machine.push(machine.memo[place])),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.remember),
+    "MEMOIZE": lambda machine, argument: machine.remember(len(machine.memo)),
 }
-_MAKING: Final[Mapping[bytes, _Instruction]] = {
-    pickle.MARK: lambda machine: machine.marks.append(len(machine.stack)),
-    pickle.GLOBAL: lambda machine: machine.find(*(machine.data.readline(MAX_NAME)[:-1].decode() for _ in range(2))),
-    pickle.STACK_GLOBAL: lambda machine: machine.find(*machine.pop(2)),
-    pickle.REDUCE: _Machine.call,
-    pickle.BUILD: _Machine.set_state,
-    pickle.BINPERSID: _Machine.load_storage,
-    pickle.BININT: lambda machine: machine.push(machine.number(4, signed=True)),
-    pickle.BININT2: lambda machine: machine.push(machine.number(2)),
-    pickle.LONG1: lambda machine: machine.push(machine.number(machine.number(1), signed=True)),
-    pickle.BINFLOAT: lambda machine: machine.push(*struct.unpack(">d", machine.data.read(8))),
-    pickle.TUPLE: lambda machine: machine.push(tuple(machine.pop_mark())),
-    pickle.TUPLE1: lambda machine: machine.push(tuple(machine.pop(1))),
-    pickle.TUPLE2: lambda machine: machine.push(tuple(machine.pop(2))),
-    pickle.TUPLE3: lambda machine: machine.push(tuple(machine.pop(3))),
-    pickle.EMPTY_LIST: lambda machine: machine.push([]),
-    pickle.APPEND: lambda machine: machine.append(machine.pop(1)),
-    pickle.APPENDS: lambda machine: machine.append(machine.pop_mark()),
-    pickle.EMPTY_DICT: lambda machine: machine.push({}),
-    pickle.SETITEM: lambda machine: machine.set_items(machine.pop(2)),
-    pickle.SETITEMS: lambda machine: machine.set_items(machine.pop_mark()),
-    pickle.BINUNICODE: lambda machine: machine.push(machine.text(4)),
-    pickle.SHORT_BINUNICODE: lambda machine: machine.push(machine.text(1)),
-    pickle.BINUNICODE8: lambda machine: machine.push(machine.text(8)),
-    pickle.BINSTRING: lambda machine: machine.push(machine.text(4)),
-    pickle.SHORT_BINSTRING: lambda machine: machine.push(machine.text(1)),
-    pickle.BINBYTES: lambda machine: machine.push(machine.binary(4)),
-    pickle.SHORT_BINBYTES: lambda machine: machine.push(machine.binary(1)),
-    pickle.BINBYTES8: lambda machine: machine.push(machine.binary(8)),
+_MAKING: Final[Mapping[str, _Instruction]] = {
+    **dict.fromkeys(("BININT", "BININT2", "LONG1", "BINFLOAT"), _Machine.push),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _Machine.push_text),
+    **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"), _Machine.push_text),
+    # Texts of Python 2, which pickletools takes for Latin-1.
+    **dict.fromkeys(
+        ("BINSTRING", "SHORT_BINSTRING"),
+        lambda machine, text: machine.push_text(text.encode("latin-1").decode("utf-8", "surrogatepass")),
+    ),
+    "MARK": lambda machine, argument: machine.marks.append(len(machine.stack)),
+    "GLOBAL": lambda machine, names: machine.find(*names.split(" ", 1)),
+    "STACK_GLOBAL": lambda machine, argument: machine.find(*machine.pop(2)),
+    "REDUCE": lambda machine, argument: machine.call(),
+    "BUILD": lambda machine, argument: machine.set_state(),
+    "BINPERSID": lambda machine, argument: machine.load_storage(),
+    "TUPLE": lambda machine, argument: machine.push(tuple(machine.pop_mark())),
+    "TUPLE1": lambda machine, argument: machine.push(tuple(machine.pop(1))),
+    "TUPLE2": lambda machine, argument: machine.push(tuple(machine.pop(2))),
+    "TUPLE3": lambda machine, argument: machine.push(tuple(machine.pop(3))),
+    "EMPTY_LIST": lambda machine, argument: machine.push([]),
+    "APPEND": lambda machine, argument: machine.append(machine.pop(1)),
+    "APPENDS": lambda machine, argument: machine.append(machine.pop_mark()),
+    "EMPTY_DICT": lambda machine, argument: machine.push({}),
+    "SETITEM": lambda machine, argument: machine.set_items(machine.pop(2)),
+    "SETITEMS": lambda machine, argument: machine.set_items(machine.pop_mark()),
 }
 _INSTRUCTIONS: Final = {
     code: (cost, instruction)
@@ -558,7 +540,7 @@ def read_torch_archive(file: BoundedFile, members: Mapping[str, Member]) -> Any:
     if place.bytes > _MAX_PICKLE:
         raise FormatError(f"the pickle has {place.bytes} bytes; at most {_MAX_PICKLE} are read")
     try:
-        return _Machine(file.read(place.offset, place.bytes), folder, members, file).run()
+        return _Machine(folder, members, file).run(file.read(place.offset, place.bytes))
     except FormatError:
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes

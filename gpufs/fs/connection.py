@@ -21,7 +21,7 @@ import trio
 from gpufs.fs.backing import BackingHandler
 from gpufs.fs.backing.inodes import FIRST_INODE
 from gpufs.fs.control_files import ControlFile
-from gpufs.fs.requests import Caller, Changes, Handles, Listing
+from gpufs.fs.requests import Caller, Changes, Handles, InodeReply, Listing
 from gpufs.syscalls import os_error
 
 log = logging.getLogger(__name__)
@@ -33,9 +33,11 @@ _IN_A_ROW: Final = 16
 _HEADER: Final = Struct("=2I2Q3I4x")  # of a request: length, opcode, unique, nodeid, uid, gid, pid
 _REPLY: Final = Struct("=IiQ")
 _OPENED: Final = Struct("=QI4x")
+_EMPTY: Final = Struct("")
 _ONE: Final = Struct("=I4x")
 _TWO: Final = Struct("=2I")
-_FOUR: Final = Struct("=4I")
+_SETXATTR: Final = Struct("=2I8x")
+_THREE: Final = Struct("=3I4x")
 _HANDLE: Final = Struct("=Q")
 _HANDLE_AND_FLAGS: Final = Struct("=QI4x")
 _READ: Final = Struct("=2QI")
@@ -136,22 +138,25 @@ class Operations:
 # ---- requests ----
 
 
+_Request: TypeAlias = Callable[[Operations, int, bytes, Caller], Awaitable[bytes]]
+
+
 def _text(body: bytes, at: int = 0) -> bytes:
     """The text that begins at a place of a message, where a zero ends it."""
     return body[at : body.index(0, at)]
 
 
-def _texts(body: bytes, at: int = 0) -> tuple[bytes, bytes]:
-    first = _text(body, at)
-    return first, _text(body, at + len(first) + 1)
+def _of_host(
+    method: Callable[..., Awaitable[InodeReply | bytes | None]], layout: Struct = _EMPTY, texts: int = 0
+) -> _Request:
+    """Return what passes a request about the host on: the fields of its layout, and so many texts after them."""
 
+    async def answer(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
+        names = body[layout.size :].split(b"\0", texts)[:texts]
+        reply = await method(to.host(inode), inode, *layout.unpack_from(body), *names, caller)
+        return reply.message if isinstance(reply, InodeReply) else reply or b""
 
-async def _lookup(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    return (await to.host(inode).lookup(inode, _text(body), caller)).message
-
-
-async def _getattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    return (await to.host(inode).getattr(inode, caller)).attributes()
+    return answer
 
 
 async def _setattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
@@ -173,55 +178,7 @@ async def _setattr(to: Operations, inode: int, body: bytes, caller: Caller) -> b
         atime=set_time(Fattr.ATIME, Fattr.ATIME_NOW, atime, atime_ns),
         mtime=set_time(Fattr.MTIME, Fattr.MTIME_NOW, mtime, mtime_ns),
     )
-    return (await to.host(inode).setattr(inode, changes, fh if valid & Fattr.FH else None, caller)).attributes()
-
-
-async def _readlink(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    return await to.host(inode).readlink(inode, caller)
-
-
-async def _symlink(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    name, target = _texts(body)
-    return (await to.host(inode).symlink(inode, name, target, caller)).message
-
-
-async def _mknod(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    mode, device, caller.umask, _ = _FOUR.unpack_from(body)
-    return (await to.host(inode).mknod(inode, _text(body, _FOUR.size), mode, device, caller)).message
-
-
-async def _mkdir(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    mode, caller.umask = _TWO.unpack_from(body)
-    return (await to.host(inode).mkdir(inode, _text(body, _TWO.size), mode, caller)).message
-
-
-async def _unlink(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    await to.host(inode).unlink(inode, _text(body), caller)
-    return b""
-
-
-async def _rmdir(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    await to.host(inode).rmdir(inode, _text(body), caller)
-    return b""
-
-
-async def _rename(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    (directory,) = _HANDLE.unpack_from(body)
-    old, new = _texts(body, _HANDLE.size)
-    await to.host(inode).rename(inode, old, directory, new, 0, caller)
-    return b""
-
-
-async def _rename2(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    directory, flags = _HANDLE_AND_FLAGS.unpack_from(body)
-    old, new = _texts(body, _HANDLE_AND_FLAGS.size)
-    await to.host(inode).rename(inode, old, directory, new, flags, caller)
-    return b""
-
-
-async def _link(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    (linked,) = _HANDLE.unpack_from(body)
-    return (await to.host(inode).link(linked, inode, _text(body, _HANDLE.size), caller)).message
+    return await to.host(inode).setattr(inode, changes, fh if valid & Fattr.FH else None, caller)
 
 
 async def _open(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
@@ -230,8 +187,8 @@ async def _open(to: Operations, inode: int, body: bytes, caller: Caller) -> byte
 
 
 async def _create(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    flags, mode, caller.umask, _ = _FOUR.unpack_from(body)
-    handle, entry = await to.host(inode).create(inode, _text(body, _FOUR.size), mode, flags, caller)
+    flags, mode, umask = _THREE.unpack_from(body)
+    handle, entry = await to.host(inode).create(inode, _text(body, _THREE.size), mode, flags, umask, caller)
     return entry.message + _OPENED.pack(handle, _OPEN_DIRECT_IO)
 
 
@@ -242,10 +199,6 @@ async def _read(to: Operations, inode: int, body: bytes, caller: Caller) -> byte
 
 async def _write(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
     raise os_error(errno.EBADF)  # control files are never open for writing, and the engine writes all others
-
-
-async def _statfs(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    return await to.host(inode).statfs(inode, caller)
 
 
 async def _release(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
@@ -260,34 +213,10 @@ async def _nothing(to: Operations, inode: int, body: bytes, caller: Caller) -> b
 
 
 async def _setxattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    size, flags = _TWO.unpack_from(body)
-    name = _text(body, _TWO.size)
-    value = body[_TWO.size + len(name) + 1 :][:size]
+    size, flags = _SETXATTR.unpack_from(body)
+    name = _text(body, _SETXATTR.size)
+    value = body[_SETXATTR.size + len(name) + 1 :][:size]
     await to.host(inode).setxattr(inode, name, value, flags, caller)
-    return b""
-
-
-def _fitting(value: bytes, size: int) -> bytes:
-    """An extended attribute, or a list of their names, as far as there is room for it; for size 0 only its length."""
-    if size == 0:
-        return _ONE.pack(len(value))
-    if len(value) > size:
-        raise os_error(errno.ERANGE)
-    return value
-
-
-async def _getxattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    (size,) = _ONE.unpack_from(body)
-    return _fitting(await to.host(inode).getxattr(inode, _text(body, _ONE.size), caller), size)
-
-
-async def _listxattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    (size,) = _ONE.unpack_from(body)
-    return _fitting(b"".join(name + b"\0" for name in await to.host(inode).listxattr(inode, caller)), size)
-
-
-async def _removexattr(to: Operations, inode: int, body: bytes, caller: Caller) -> bytes:
-    await to.host(inode).removexattr(inode, _text(body), caller)
     return b""
 
 
@@ -308,37 +237,36 @@ async def _fsyncdir(to: Operations, inode: int, body: bytes, caller: Caller) -> 
     return b""
 
 
-_Request: TypeAlias = Callable[[Operations, int, bytes, Caller], Awaitable[bytes]]
 # For other opcodes the kernel gets ENOSYS, and does without the operation from then on, or fails it.
 _REQUESTS: Final[dict[int, _Request]] = {
-    Opcode.LOOKUP: _lookup,
-    Opcode.GETATTR: _getattr,
+    Opcode.LOOKUP: _of_host(BackingHandler.lookup, texts=1),
+    Opcode.GETATTR: _of_host(BackingHandler.getattr),
     Opcode.SETATTR: _setattr,
-    Opcode.READLINK: _readlink,
-    Opcode.SYMLINK: _symlink,
-    Opcode.MKNOD: _mknod,
-    Opcode.MKDIR: _mkdir,
-    Opcode.UNLINK: _unlink,
-    Opcode.RMDIR: _rmdir,
-    Opcode.RENAME: _rename,
-    Opcode.LINK: _link,
+    Opcode.READLINK: _of_host(BackingHandler.readlink),
+    Opcode.SYMLINK: _of_host(BackingHandler.symlink, texts=2),
+    Opcode.MKNOD: _of_host(BackingHandler.mknod, _THREE, texts=1),
+    Opcode.MKDIR: _of_host(BackingHandler.mkdir, _TWO, texts=1),
+    Opcode.UNLINK: _of_host(BackingHandler.unlink, texts=1),
+    Opcode.RMDIR: _of_host(BackingHandler.rmdir, texts=1),
+    Opcode.RENAME: _of_host(BackingHandler.rename, _HANDLE, texts=2),
+    Opcode.LINK: _of_host(BackingHandler.link, _HANDLE, texts=1),
     Opcode.OPEN: _open,
     Opcode.READ: _read,
     Opcode.WRITE: _write,
-    Opcode.STATFS: _statfs,
+    Opcode.STATFS: _of_host(BackingHandler.statfs),
     Opcode.RELEASE: _release,
     Opcode.FSYNC: _nothing,
     Opcode.SETXATTR: _setxattr,
-    Opcode.GETXATTR: _getxattr,
-    Opcode.LISTXATTR: _listxattr,
-    Opcode.REMOVEXATTR: _removexattr,
+    Opcode.GETXATTR: _of_host(BackingHandler.getxattr, _ONE, texts=1),
+    Opcode.LISTXATTR: _of_host(BackingHandler.listxattr, _ONE),
+    Opcode.REMOVEXATTR: _of_host(BackingHandler.removexattr, texts=1),
     Opcode.FLUSH: _nothing,
     Opcode.OPENDIR: _opendir,
     Opcode.RELEASEDIR: _release,
     Opcode.FSYNCDIR: _fsyncdir,
     Opcode.CREATE: _create,
     Opcode.READDIRPLUS: _readdirplus,
-    Opcode.RENAME2: _rename2,
+    Opcode.RENAME2: _of_host(BackingHandler.rename2, _HANDLE_AND_FLAGS, texts=2),
 }
 
 

@@ -118,7 +118,6 @@ class ControlFile:
 
 
 def _json(content: Mapping[str, Any], leases: Sequence[Mapping[str, Any]]) -> bytes:
-    """A text of one JSON object with these leases in it."""
     indent = 2 if len(leases) <= _INDENTED else None
     return json.dumps(content, indent=indent, default=str).encode() + b"\n"
 

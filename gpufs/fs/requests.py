@@ -16,8 +16,11 @@ from gpufs.syscalls import os_error
 ROOT_INODE: Final = 1
 
 # A fuse_entry_out is the inode, how long the reply lasts, and a fuse_attr. It lasts for so many seconds: those of the
-# name, those of the attributes, nanoseconds of both.
+# name, those of the attributes, nanoseconds of both. The kernel may trust a name for a second, also one that does not
+# exist.
 _LASTS: Final = Struct("=8x2Q2I")
+_ALL_LASTS: Final = _LASTS.pack(1, 1, 0, 0)
+_NAME_LASTS: Final = _LASTS.pack(1, 0, 0, 0)
 _ATTRIBUTES: Final = Struct("=6Q10I")
 _ENTRY: Final = Struct("=Q32s88s")
 _ENTRY_OF_TABLE: Final = Struct("=Q32sQ52xI24x")  # with an inode number and a type as the only attributes
@@ -29,12 +32,11 @@ _SECOND: Final = 1_000_000_000
 
 @dataclass(slots=True)
 class Caller:
-    """The process that made a request. ``umask``: only where something is made."""
+    """The process that made a request."""
 
     uid: int
     gid: int
     pid: int
-    umask: int = 0
 
 
 @dataclass(slots=True)
@@ -63,33 +65,21 @@ class InodeReply(NamedTuple):
         return _ATTRIBUTES_REPLY.pack(seconds, nanoseconds, attributes)
 
 
-class Replies:
-    """Builds replies with the mount's time-outs: for how many seconds the kernel may trust a name and attributes.
+def entry_reply(ino: int, kind: int) -> InodeReply:
+    """The reply for an inode of the engine's table, which fills in all attributes but the type."""
+    return InodeReply(ino, kind, _ENTRY_OF_TABLE.pack(ino, _ALL_LASTS, ino, kind))
 
-    A name that does not exist may be remembered as well: ``no_entry`` is that reply.
-    """
 
-    def __init__(self, entry_timeout: float, attribute_timeout: float) -> None:
-        name, name_ns = divmod(int(entry_timeout * _SECOND), _SECOND)
-        attributes, attributes_ns = divmod(int(attribute_timeout * _SECOND), _SECOND)
-        self._lasts = _LASTS.pack(name, attributes, name_ns, attributes_ns)
-        self._name_lasts = _LASTS.pack(name, 0, name_ns, 0)
-        self.no_entry = self.entry(0, 0)
-
-    def entry(self, ino: int, kind: int) -> InodeReply:
-        """The reply for an inode of the engine's table, which fills in all attributes but the type."""
-        return InodeReply(ino, kind, _ENTRY_OF_TABLE.pack(ino, self._lasts, ino, kind))
-
-    def host_entry(self, ino: int, status: os.stat_result, *, lasts: bool = True) -> InodeReply:
-        """The reply for an inode of the host. ``lasts``: whether the kernel may trust the attributes."""
-        atime, atime_ns = divmod(status.st_atime_ns, _SECOND)
-        mtime, mtime_ns = divmod(status.st_mtime_ns, _SECOND)
-        ctime, ctime_ns = divmod(status.st_ctime_ns, _SECOND)
-        times = (*(seconds & 0xFFFFFFFFFFFFFFFF for seconds in (atime, mtime, ctime)), atime_ns, mtime_ns, ctime_ns)
-        owner = (status.st_mode, status.st_nlink, status.st_uid, status.st_gid)
-        device, block = status.st_rdev & 0xFFFFFFFF, status.st_blksize
-        attributes = _ATTRIBUTES.pack(ino, status.st_size, status.st_blocks, *times, *owner, device, block, 0)
-        return InodeReply(ino, status.st_mode, _ENTRY.pack(ino, self._lasts if lasts else self._name_lasts, attributes))
+def host_reply(ino: int, status: os.stat_result, *, lasts: bool = True) -> InodeReply:
+    """The reply for an inode of the host. ``lasts``: whether the kernel may trust the attributes."""
+    atime, atime_ns = divmod(status.st_atime_ns, _SECOND)
+    mtime, mtime_ns = divmod(status.st_mtime_ns, _SECOND)
+    ctime, ctime_ns = divmod(status.st_ctime_ns, _SECOND)
+    times = (*(seconds & 0xFFFFFFFFFFFFFFFF for seconds in (atime, mtime, ctime)), atime_ns, mtime_ns, ctime_ns)
+    owner = (status.st_mode, status.st_nlink, status.st_uid, status.st_gid)
+    device, block = status.st_rdev & 0xFFFFFFFF, status.st_blksize
+    attributes = _ATTRIBUTES.pack(ino, status.st_size, status.st_blocks, *times, *owner, device, block, 0)
+    return InodeReply(ino, status.st_mode, _ENTRY.pack(ino, _ALL_LASTS if lasts else _NAME_LASTS, attributes))
 
 
 class Listing:

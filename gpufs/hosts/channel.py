@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Protocol
 
 import msgspec
@@ -77,10 +78,8 @@ class HostChannel:
         self._closed = threading.Event()
         for fd in (incoming, outgoing):
             os.set_blocking(fd, False)
-            try:
+            with suppress(OSError):  # not a pipe, or the user's pipes have too much memory already
                 fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            except OSError:
-                pass  # not a pipe, or the user's pipes have too much memory already
         self._heart: threading.Thread | None = None
 
     def start_alive(self, end: Callable[[], None] = lambda: None) -> None:

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
 
@@ -78,10 +78,8 @@ class Nixl:
         self._forget(self._agent.deregister_memory, self._registered)
 
     def _forget(self, call: Callable[[Any], None], what: object) -> None:
-        try:
+        with suppress(Exception):  # the end of the process does it, too
             call(what)
-        except Exception:  # noqa: BLE001 - the end of the process does it, too
-            pass
 
     def connect(self, offer: Offer) -> None:
         """Reach the slots of the other side. OSError if that is not possible."""
@@ -146,11 +144,9 @@ class Nixl:
         done = threading.Event()
 
         def run() -> None:
-            try:
+            with suppress(OSError):  # the other side sees it, too
                 while not done.wait(_PROGRESS_SECONDS):
                     self.progress()
-            except OSError:
-                pass  # the other side sees it, too
 
         thread = start_thread(run)
         try:

@@ -29,6 +29,7 @@ from vllm.distributed import (
     get_world_group,
 )
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import (
@@ -322,14 +323,31 @@ def _check_dtype(wanted: torch.dtype, given: torch.dtype) -> None:
 
 def load_weights(model: Any, model_config: Any, weights: Mapping[str, torch.Tensor]) -> None:
     """Load tensors, which check_weights() has found to fit, into a model that runs."""
+    kernels = _kernels_that_change_weights(model)
     try:
+        for method in kernels:
+            method.moe_kernel = None  # with one, vLLM leaves out what the kernel does to weights
         initialize_layerwise_reload(model)
         with disable_mtp_completeness_check():
             model.load_weights(weights.items())
         finalize_layerwise_reload(model, model_config)
     except BaseException:
+        for method, kernel in kernels.items():
+            method.moe_kernel = method.moe_kernel or kernel
         undo_reload(model)
         raise
+
+
+def _kernels_that_change_weights(model: torch.nn.Module) -> dict[Any, Any]:
+    """Return the kernels of experts that bring weights into a form of their own, by what has them."""
+    methods = {method for part in model.modules() if (method := getattr(part, "quant_method", None)) is not None}
+    kernels = {method: getattr(method, "moe_kernel", None) for method in methods}
+    plain = FusedMoEExperts.process_weights_after_loading
+    return {
+        method: kernel
+        for method, kernel in kernels.items()
+        if kernel is not None and type(kernel.fused_experts).process_weights_after_loading is not plain
+    }
 
 
 def process(
@@ -347,9 +365,6 @@ def process(
     with unchanged(model, _PACKAGE):
         vars(model).pop("load_weights", None)  # it refuses to write to shared memory
         check_weights(load_config, model_config, model, weights, whole=True)
-        for part in model.modules():
-            if getattr(getattr(part, "quant_method", None), "moe_kernel", None) is not None:
-                part.quant_method.moe_kernel = None  # with one, vLLM leaves out the experts' own processing
         before = named_tensors(model)
         for name, tensor in own.items():
             if name in target:

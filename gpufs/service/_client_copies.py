@@ -153,7 +153,6 @@ class ClientCopies:
         return functools.partial(self._serve_copy, task, permit, *scope.descriptors)
 
     async def _serve_copy(self, task: _CopyTask, permit: Permit, host: Descriptor, mount: Descriptor) -> None:
-        """Serve one copy from its checks to its result, whatever happens."""
         limits, user = self._served.limits, self._channel.user
         result = task.result(os_error(errno.ECANCELED))
         try:
@@ -240,7 +239,6 @@ class ClientCopies:
         )
 
     async def _watch(self, task: _CopyTask) -> None:
-        """Wait for the end of the transfer and report its progress."""
         transfer, copy = task.transfer, task.copy
         assert transfer is not None
         interval = max(copy.progress, self._served.limits.progress) if copy.progress else math.inf

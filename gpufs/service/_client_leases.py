@@ -276,20 +276,20 @@ class ClientLeases:
         holder, served = client_lease.holder, self._served
 
         def sleep() -> None:
-            if holder.asleep:
-                return
             served.holders.set_asleep(holder, asleep=True, may_move=served.may_move(holder))
+            # First of all: the next daemon opens the leases that are awake, and brings their files back for that. It
+            # gets this request again, and parks the file then.
+            self._record.add(holder)
+            if client_lease.lease is not None and holder.mode == READ_WRITE:
+                served.mount.inode_written(holder.ino)
             client_lease.close_lease()
             try:
-                if holder.mode == READ_WRITE:
-                    served.mount.inode_written(holder.ino)
                 served.park_if_left(holder.ino)
             except OSError as error:
                 if error.errno != errno.EBUSY:  # the last one of its users parks it
                     self._reopen(client_lease)
+                    self._record.add(holder)
                     raise
-            finally:
-                self._record.add(holder)
 
         await client_lease.scope.in_thread(sleep)
         return Done(message.id)

@@ -8,7 +8,6 @@ serves it (protocol.Replaced), and makes those again that nobody has answered.
 
 import errno
 import logging
-import mmap
 import os
 import resource
 import socket
@@ -16,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,7 +26,7 @@ from gpufs.modes import READ_WRITE
 from gpufs.protocol import MAX_MEMORY_PIECES, Register
 from gpufs.service._channel import ClientProcess, process_of
 from gpufs.service._scope import RequestScope
-from gpufs.syscalls import close_all, trusted
+from gpufs.syscalls import close_all, punch, trusted
 
 log = logging.getLogger(__name__)
 
@@ -234,17 +233,16 @@ class Record:
     def read(self, peer: ClientProcess) -> list[Holder]:
         """Return the entries of the former daemon. There may be thousands, and the mount answers nothing yet."""
         decode = msgspec.json.Decoder(_Kept).decode
-        size = os.fstat(self._held[1]).st_size
-        with mmap.mmap(self._held[1], size, prot=mmap.PROT_READ) if size else nullcontext(b"") as data:
-            for slot, start in enumerate(range(0, size, _SLOT_BYTES)):
-                end = data.find(b"\0", start, start + _SLOT_BYTES)
-                try:
-                    if start < end:
-                        self._slots[Holder(peer, **msgspec.structs.asdict(decode(data[start:end])))] = slot
-                        continue
-                except msgspec.MsgspecError as failure:
-                    log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
-                self._free.append(slot)
+        data = os.pread(self._held[1], os.fstat(self._held[1]).st_size, 0)
+        for slot, start in enumerate(range(0, len(data), _SLOT_BYTES)):
+            entry = data[start : start + _SLOT_BYTES].partition(b"\0")[0]
+            try:
+                if entry:
+                    self._slots[Holder(peer, **msgspec.structs.asdict(decode(entry)))] = slot
+                    continue
+            except msgspec.MsgspecError as failure:
+                log.error("a part of what %s has cannot be read: %s", peer, failure)  # the mount goes on
+            self._free.append(slot)
         return list(self._slots)
 
     def add(self, holder: Holder) -> None:
@@ -274,7 +272,7 @@ class Record:
             slot = self._slots.pop(holder, None)
             if slot is not None and self._held:
                 self._free.append(slot)
-                os.pwrite(self._held[1], b"\0", slot * _SLOT_BYTES)
+                punch(self._held[1], slot * _SLOT_BYTES, _SLOT_BYTES)
 
     @property
     def held(self) -> bool:
@@ -296,8 +294,8 @@ class Record:
 class KeptClient:
     """A connection that the former daemon had, its leases on files, which are open again, and its registrations.
 
-    A private copy, which the client has for itself, has no lease here, nor has one that sleeps. All others keep their
-    inodes.
+    A private copy, which the client has for itself, has no lease here, and its inode is not kept. One that sleeps has
+    no lease, either, and keeps its inode.
     """
 
     number: int

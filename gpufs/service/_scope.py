@@ -76,12 +76,12 @@ class RequestScope:
     async def take_turn(self, turn: trio.Semaphore) -> None:
         """Wait for a turn, which ends after what is taken from now on has been closed."""
         await turn.acquire()
-        self.on_close(functools.partial(self._release, turn))
+        self.on_close(functools.partial(self._run_soon, turn.release))
 
-    def _release(self, semaphore: trio.Semaphore) -> None:
-        """Release a semaphore of the loop. Any thread may call."""
+    def _run_soon(self, function: Callable[[], object]) -> None:
+        """Have the loop call a function. Any thread may call."""
         with contextlib.suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(semaphore.release)
+            self._token.run_sync_soon(function)
 
     def take(self, numbers: list[int]) -> None:
         """Take over the descriptors that came with the message."""
@@ -95,7 +95,7 @@ class RequestScope:
             self._in_place -= 1
             if self._in_place:
                 return
-        self._release(self._user.places)
+        self._run_soon(self._user.places.release)
 
     def hold(self, item: Held) -> Held:
         """Take over an object. Its close() runs at the end, in reverse order."""
@@ -139,13 +139,7 @@ class RequestScope:
     async def closed(self, start: Callable[[Callable[[], None]], None]) -> None:
         """Close everything by a job that ``start`` starts. Cancellation ends only the wait for that."""
         closed = trio.Event()
-        token = trio.lowlevel.current_trio_token()
-
-        def notify() -> None:
-            with contextlib.suppress(trio.RunFinishedError):
-                token.run_sync_soon(closed.set)
-
-        self._closers.insert(0, notify)  # the last one
+        self._closers.insert(0, functools.partial(self._run_soon, closed.set))  # the last one
         self.end()
         start(self.close)
         await closed.wait()

@@ -42,6 +42,7 @@ class HolderTable:
         # The leases by inode, except private copies, which keep nobody from anything.
         self._uses: dict[int, set[Holder]] = {}
         self._counts: Counter[tuple[int, bool]] = Counter()  # by user, and whether they are registrations
+        self._plain_leases = 0  # of all users except root and the mount's owner
         self._private: Counter[tuple[int, int]] = Counter()  # bytes of private copies by user and device
 
     def enter(self, holder: Holder, *, adopted: bool = False) -> None:
@@ -52,18 +53,26 @@ class HolderTable:
                 pass
             elif registered and self._counts[key] >= (most := self._limits.registrations_per_user()):
                 raise OSError(EBUSY, f"a user may have {most} registrations at a time")
-            elif not registered and self._counts[key] >= self._limits.attachments_per_user:
+            elif not registered and self._counts[key] >= self._most_attachments(uid):
                 raise OSError(EMFILE, f"user {uid} has {self._counts[key]} files attached already")
             self._counts[key] += 1
+            self._plain_leases += not registered and not trusted(uid)
             self._holders.add(holder)
+
+    def _most_attachments(self, uid: int) -> int:
+        """How many leases a user may have now. Needs the lock."""
+        left = self._limits.attachments_together - (self._plain_leases - self._counts[uid, False])
+        return self._limits.attachments_per_user if trusted(uid) else min(self._limits.attachments_per_user, left // 2)
 
     def leave(self, holder: Holder) -> None:
         """Remove one that has been entered."""
         with self._lock:
             self._holders.remove(holder)
-            self._counts[holder.peer.uid, holder.mode == REGISTERED] -= 1
+            uid, registered = holder.peer.uid, holder.mode == REGISTERED
+            self._counts[uid, registered] -= 1
+            self._plain_leases -= not registered and not trusted(uid)
             device, size = holder.charged
-            self._private[holder.peer.uid, device] -= size
+            self._private[uid, device] -= size
             use = self._uses.get(holder.ino, set())
             use.discard(holder)
             if not use:

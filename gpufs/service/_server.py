@@ -116,10 +116,8 @@ class Service:
 def _reject(sock: socket.socket) -> None:
     with sock:
         sock.setblocking(False)
-        try:
+        with contextlib.suppress(OSError):
             protocol.send(sock, protocol.Goodbye(errno.EBUSY, "too many connections to the copy service"))
-        except OSError:
-            pass
 
 
 def _listen(path: str, *, allow_other: bool) -> socket.socket:

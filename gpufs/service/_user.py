@@ -33,7 +33,10 @@ class Limits:
     connections_per_user: int = 256  # a program that has files attached keeps one
     requests: int = 16  # copies in progress on one connection, and as many requests about leases
     attachments: int = 4096  # of one connection
+    # A user may have half of what the others have left of all users' together, except root and the mount's owner. Each
+    # takes a page of host memory, for the next daemon.
     attachments_per_user: int = 16384
+    attachments_together: int = 65536
     private_share: float = 0.5  # of a device's memory, for private copies of one user except root and the mount's owner
     threads: int = 4  # how many one connection may block on its files
     threads_per_user: int = 16

@@ -68,14 +68,12 @@ def temporary_folders(uid: int) -> list[Path]:
 
 def _outer(uid: int) -> int:
     """Return a user's number outside of this user namespace: unique in /tmp, which namespaces share."""
-    try:
+    with suppress(OSError):
         with open("/proc/self/uid_map", encoding="ascii") as file:
             for line in file:
                 inside, outside, count = map(int, line.split())
                 if inside <= uid < inside + count:
                     return outside + uid - inside
-    except OSError:
-        pass
     return uid
 
 
@@ -92,7 +90,6 @@ def find(device: str, uid: int, places: Iterable[Path] | None = None) -> list[Pa
 
 
 def _listed(folder: Path, ending: str = _SUFFIX) -> list[Path]:
-    """Return the files of counters in a folder."""
     with suppress(OSError):
         return [folder / name for name in os.listdir(folder) if name.endswith(ending)]
     return []
@@ -103,10 +100,6 @@ def _readable(paths: Iterable[Path], uid: int) -> Iterator[dict[str, Any]]:
     for path in paths:
         with suppress(OSError, StatisticsError):
             yield read(path, uid)
-
-
-def _open(path: str | Path, flags: int) -> int:
-    return os.open(path, flags | _NO_EFFECTS)
 
 
 def _is_locked(fd: int) -> bool:
@@ -138,7 +131,7 @@ def read(path: Path, uid: int | None = None) -> dict[str, Any]:
     StatisticsError
         The file does not contain counters, or is damaged.
     """
-    with open(path, "rb", buffering=0, opener=_open) as file:
+    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | _NO_EFFECTS)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(EINVAL, "not a regular file", str(path))

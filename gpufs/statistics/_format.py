@@ -180,7 +180,6 @@ def _devices(data: bytes, header: _Header, facts: dict[str, Any]) -> list[dict[s
 
 
 def _counts(block: Sequence[int], reasons: int, buckets: int, names: Sequence[str]) -> dict[str, Any]:
-    """Return what one backend of a device has done in one direction."""
     begun, operations, errors, moved, nanoseconds = block[:5]
     refusals = block[_SCALARS : _SCALARS + reasons]
     sizes = block[_SCALARS + reasons : _SCALARS + reasons + buckets]

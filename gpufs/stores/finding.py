@@ -125,8 +125,6 @@ def _head(store: ObjectStore, key: str) -> Any:
 
 
 def _meta(store: ObjectStore, url: Url, key: str, ask: Callable[[ObjectStore, str], Any] = _head) -> FileMeta:
-    """Return what a store says about a file."""
-
     def ask_once() -> FileMeta:
         with translated(url):
             return checked(ask(store, key), url)

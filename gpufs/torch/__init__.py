@@ -27,19 +27,13 @@ if TYPE_CHECKING:
 
 # Names that are loaded on first use: programs that load files in place need none of it.
 _MODULES = {
-    "Amount": "_report",
-    "FileReport": "_report",
-    "LoadReport": "_report",
-    "Published": "_publish",
-    "attach_module": "_module",
-    "follow": "_follow",
-    "last_report": "_report",
-    "load": "_load",
-    "load_model": "_module",
-    "pool": "_pool",
-    "publish": "_publish",
-    "sleep": "_sleep",
-    "wake": "_sleep",
+    "_follow": "follow",
+    "_load": "load",
+    "_module": "attach_module load_model",
+    "_pool": "pool",
+    "_publish": "Published publish",
+    "_report": "Amount FileReport LoadReport last_report",
+    "_sleep": "sleep wake",
 }
 
 __all__ = [
@@ -64,7 +58,3 @@ __all__ = [
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
     __getattr__ = lazy(globals(), _MODULES)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -12,7 +12,7 @@ import torch
 from gpufs._naming import named_in
 from gpufs.formats import FormatError
 from gpufs.formats.budget import BoundedFile
-from gpufs.formats.checkpoint import find_files, link_error
+from gpufs.formats.checkpoint import find_files
 from gpufs.formats.element_types import IN_SAFETENSORS
 from gpufs.formats.placement import misplaced
 from gpufs.formats.records import TensorRecord, parse_records, span
@@ -69,15 +69,6 @@ class SafetensorsFile:
         # The bytes that several tensors lie in, by their name in the header: such tensors share a storage.
         self._in_several = {self._owner(name) for name, record in self.records.items() if record.same_as is not None}
         self._shared: dict[str, torch.Tensor] = {}
-
-    @classmethod
-    def attach(cls, path: str | os.PathLike[str], mode: Mode) -> Self:
-        name = os.fspath(path)
-        try:
-            memory = FileMemory.attach(name, mode)
-        except OSError as error:
-            raise link_error(error, name) from None
-        return cls(memory)
 
     def _check_records(self) -> None:
         for name, record in self.records.items():
@@ -164,17 +155,8 @@ class SafetensorsFile:
             return shared
         entry = self._entries[owner]
         offset, count = self._start + entry.start, entry.end - entry.start
-        data = self.memory.tensor(offset, count)
-        if owner in self._misplaced or data.data_ptr() % itemsize:
-            data = data.clone()
-            self.counts.copied("alignment", count)
+        data = self.memory.aligned_tensor(offset, count, itemsize, copy=owner in self._misplaced)
         return self._shared.setdefault(owner, data) if owner in self._in_several else data
-
-    def moved(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
-        """Return a tensor of this file, or a copy on the device that is asked for."""
-        moved = tensor if device is None else tensor.to(device)
-        self.counts.became(tensor.dtype, tensor.device, moved)
-        return moved
 
     def part(self, name: str, index: Any) -> torch.Tensor:
         """Return a part of the tensor; in place where torch's indexing gives a view."""
@@ -201,7 +183,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str], mode: Mode) -> None:
         self.path = os.fspath(path)
         listed = find_files(path)
-        files = {name: SafetensorsFile.attach(name, mode) for name in listed.files}
+        files = {name: SafetensorsFile(FileMemory.attach(name, mode)) for name in listed.files}
         self.files = list(files.values())
         if listed.places is None:
             self.places = {name: file for file in self.files for name in file.names()}
@@ -215,7 +197,7 @@ class Checkpoint:
     def tensor(self, name: str, device: Device = None) -> torch.Tensor:
         """Return the tensor in place; a copy if it is on another device than the one asked for."""
         file = self.places[name]
-        return file.moved(file.tensor(name), device)
+        return file.memory.moved(file.tensor(name), device)
 
     def memory(self, name: str) -> tuple[object, ...]:
         """Return what is equal for tensors that are the same bytes of a file in the same layout."""
@@ -294,7 +276,7 @@ class TensorSlice:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return a part of the tensor; a view where torch's indexing gives one."""
         file = self._checkpoint.places[self._name]
-        return file.moved(file.part(self._name, index), self._device)
+        return file.memory.moved(file.part(self._name, index), self._device)
 
     def became(self, result: torch.Tensor) -> None:
         """Note what a library has made of the tensor, for the report."""

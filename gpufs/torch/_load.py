@@ -14,7 +14,7 @@ import torch
 from gpufs._naming import named_in
 from gpufs.formats import FormatError, archives, gguf, npy, table
 from gpufs.formats.budget import BoundedFile
-from gpufs.formats.checkpoint import link_error, read_beginning
+from gpufs.formats.checkpoint import read_beginning
 from gpufs.formats.layout import TensorPlace
 from gpufs.modes import Mode
 from gpufs.torch._file import TORCH_DTYPES, Device, load_file
@@ -25,10 +25,7 @@ _LARGEST_ITEM = 16  # bytes of an element of torch.save(), at most
 
 class _FileInPlace:
     def __init__(self, path: str, mode: Mode, device: Device) -> None:
-        try:
-            self._memory = FileMemory.attach(path, mode)
-        except OSError as error:
-            raise link_error(error, path) from None
+        self._memory = FileMemory.attach(path, mode)
         self._device = device
         self.path = path
         self._storages: dict[int, torch.Tensor] = {}  # of torch.save(), by their offsets
@@ -37,7 +34,8 @@ class _FileInPlace:
 
     def tensor(self, dtype: torch.dtype, offset: int, count: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor in ``count`` bytes from ``offset`` on. A copy if its address does not suit the dtype."""
-        return self._placed(self._bytes(offset, count, dtype.itemsize).view(dtype).view(shape))
+        data = self._memory.aligned_tensor(offset, count, dtype.itemsize)
+        return self._memory.moved(data.view(dtype).view(shape), self._device)
 
     def stored(self, tensor: archives.StoredTensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of torch.save(). Those that shared a storage when they were saved share one again."""
@@ -49,20 +47,9 @@ class _FileInPlace:
     def storage(self, storage: archives.Storage) -> torch.Tensor:
         member = storage.member
         if member.offset not in self._storages:
-            self._storages[member.offset] = self._placed(self._bytes(member.offset, member.bytes, _LARGEST_ITEM))
+            data = self._memory.aligned_tensor(member.offset, member.bytes, _LARGEST_ITEM)
+            self._storages[member.offset] = self._memory.moved(data, self._device)
         return self._storages[member.offset]
-
-    def _bytes(self, offset: int, count: int, itemsize: int) -> torch.Tensor:
-        data = self._memory.tensor(offset, count)
-        if data.data_ptr() % itemsize:
-            data = data.clone()
-            self._memory.counts.copied("alignment", count)
-        return data
-
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        moved = tensor if self._device is None else tensor.to(self._device)
-        self._memory.counts.became(tensor.dtype, tensor.device, moved)
-        return moved
 
 
 @named_in("gpufs.torch")

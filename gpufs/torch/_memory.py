@@ -19,6 +19,7 @@ from gpufs.client._array import DeviceArray
 from gpufs.client._attach import attach
 from gpufs.drivers import HOST
 from gpufs.engine import bytes_capsule
+from gpufs.formats.checkpoint import link_error
 from gpufs.formats.placement import LOAD_BYTES, file_placement
 from gpufs.modes import READ, Mode
 from gpufs.torch._report import loading
@@ -48,9 +49,12 @@ class FileMemory:
     @classmethod
     def attach(cls, path: str, mode: Mode) -> Self:
         """Attach a file where its tensors are aligned, as far as others who use it leave that possible."""
-        # The header is read before, not in place: of programs that start together one would keep it from moving.
-        placement = file_placement(path)
-        memory = cls(attach(path, mode=mode, placement=placement))
+        try:
+            # The header is read before, not in place: of programs that start together one would keep it from moving.
+            placement = file_placement(path)
+            memory = cls(attach(path, mode=mode, placement=placement))
+        except OSError as error:
+            raise link_error(error, path) from None
         memory.aligned = placement is None or (memory.address - placement) % LOAD_BYTES == 0
         if not memory.aligned:
             _log.warning(
@@ -63,6 +67,20 @@ class FileMemory:
     def tensor(self, offset: int, count: int) -> torch.Tensor:
         """Return ``count`` bytes from ``offset`` on as a tensor that is all of its storage."""
         return self._tensor(offset, count, _CountedTensor(self, count))
+
+    def aligned_tensor(self, offset: int, count: int, itemsize: int, *, copy: bool = False) -> torch.Tensor:
+        """Return the same, or a copy if the address does not suit elements of this size, or ``copy``."""
+        data = self.tensor(offset, count)
+        if copy or data.data_ptr() % itemsize:
+            data = data.clone()
+            self.counts.copied("alignment", count)
+        return data
+
+    def moved(self, tensor: torch.Tensor, device: torch.device | str | int | None) -> torch.Tensor:
+        """Return a tensor of this file, or a copy on the device that is asked for."""
+        moved = tensor if device is None else tensor.to(device)
+        self.counts.became(tensor.dtype, tensor.device, moved)
+        return moved
 
     def _tensor(self, offset: int, count: int, owner: object) -> torch.Tensor:
         if not count:  # at no address, as torch has it: the address is that of the next tensor

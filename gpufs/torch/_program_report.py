@@ -14,9 +14,9 @@ from gpufs.modes import REPORT_VARIABLE
 from gpufs.torch._report import LoadReport, loading
 
 _POLL_SECONDS = 1.0
-_REMEDIES = {
-    "dtype": 'convert the checkpoint, or load it with dtype="auto"',
-    "device": "copy the files to that device's directory of the mount",
+_REMEDIES = {  # and what to say about the files
+    "dtype": ("have", 'convert the checkpoint, or load it with dtype="auto"'),
+    "device": ("are on", "copy the files to that device's directory of the mount"),
 }
 
 
@@ -78,16 +78,12 @@ def _warn(report: LoadReport) -> None:
     """Warn once for each loading in which a dtype or a device has had most bytes copied."""
     copied = report.copied
     total = report.in_place.nbytes + sum(amount.nbytes for amount in copied.values())
-    for reason, remedy in _REMEDIES.items():
+    for reason, (verb, remedy) in _REMEDIES.items():
         share = copied[reason].nbytes / total if reason in copied else 0
         if share > 1 / 2 and not loading.warned:
             loading.warned = True
             asked, found = next(c.changes[reason] for c in loading.counts() if reason in c.changes)
-            what = (
-                f"{asked} was asked for and the files have {found}"
-                if reason == "dtype"
-                else f"{asked} was asked for and the files are on {found}"
-            )
+            what = f"{asked} was asked for and the files {verb} {found}"
             logging.getLogger("gpufs").warning(
                 "%.0f %% of the weights are copied, because %s: %s", 100 * share, what, remedy
             )

@@ -262,7 +262,6 @@ def _entries_at(
 
 
 def _pad(entries: dict[str, HeaderEntry], start: int, end: int) -> None:
-    """Add an entry for unused bytes, if there are any."""
     if start < end:
         entries[f"{PADDING_NAME}{len(entries)}"] = HeaderEntry("U8", (end - start,), start, end)
 

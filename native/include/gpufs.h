@@ -6,6 +6,7 @@
  *  - Objects are named by gpufs_handle: 0 is never valid, a handle that was closed is EBADF for ever after.
  *  - No C++ exception crosses this interface. Any thread may call any function unless its comment says otherwise.
  *  - Sizes and offsets are in bytes, times in seconds and nanoseconds since 1970-01-01 UTC.
+ *  - A number that stands for one of an enum's values, or for flags, is not checked: Python makes it of a name.
  *
  * cffi reads the part between the CFFI markers: it holds declarations only, no preprocessor lines.
  */
@@ -289,11 +290,7 @@ gpufs_status gpufs_host_lock(gpufs_handle engine, const void* address, uint64_t 
 gpufs_status gpufs_host_unlock(gpufs_handle engine, const void* address, uint64_t bytes);
 
 typedef struct {
-  uint64_t address; /* of what is locked around the range */
-  uint64_t bytes;
-  uint64_t references;
-  int32_t foreign;   /* somebody else locked it */
-  int32_t read_only; /* devices may not write to it */
+  int32_t foreign; /* somebody else locked it */
   /* Where every device of the driver sees the range that was asked about; 0: the driver gives no address. The host
    * driver: its own address. Which accesses are coherent: docs/locked-memory.md. */
   uint64_t device_address;
@@ -332,18 +329,12 @@ gpufs_status gpufs_keeper_end(gpufs_handle keeper);
 /* ---- mount: the data plane of one FUSE connection ---- */
 
 typedef struct {
-  int32_t fuse_fd;          /* an open and mounted /dev/fuse; the mount takes it over, also when opening fails */
-  int32_t relay_fd;         /* native end of gpufs_relay_pair(); taken over too */
-  int32_t reader_threads;   /* 0: chosen by the number of CPUs */
-  int32_t worker_threads;   /* most for each device's operations that may take long; 0: 64 */
-  double reader_spin;       /* seconds that a reader spins for a request before it sleeps, to 0.01; 0: not at all */
-  uint32_t max_write;       /* bytes of one READ or WRITE, page multiple, to 16 MiB; 0: default */
-  uint64_t mask_flags;      /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
-  double entry_timeout;     /* seconds, for natively answered LOOKUP */
-  double attribute_timeout; /* seconds, for natively answered LOOKUP and GETATTR */
-  uint64_t metadata_bytes;  /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
-  uint64_t user_bytes;      /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
-  gpufs_handle keeper;      /* the mount continues what it holds the journal of; 0: the mount dies with this process */
+  int32_t fuse_fd;         /* an open and mounted /dev/fuse; the mount takes it over, also when opening fails */
+  int32_t relay_fd;        /* native end of gpufs_relay_pair(); taken over too */
+  uint64_t mask_flags;     /* INIT flags to treat as not offered by the kernel (tests of older kernels) */
+  uint64_t metadata_bytes; /* host memory that names and attributes may take, then ENOSPC; 0: no limit */
+  uint64_t user_bytes;     /* device memory for each plain user on each device, then EDQUOT; 0: no limit */
+  gpufs_handle keeper;     /* the mount continues what it holds the journal of; 0: the mount dies with this process */
 } gpufs_mount_options;
 
 /* The socket pair between the planes, both ends close-on-exec and with room for messages of a megabyte (or what the
@@ -509,14 +500,10 @@ typedef struct {
   uint64_t chunk_bytes;  /* one piece of work and one pinned slot, a power of two; 0: 2 MiB */
   uint64_t pinned_bytes; /* host memory that may be pinned at most; 0: 192 MiB */
   int32_t workers;       /* threads that one client has at most on a NUMA node; 0: by the number of CPUs */
-  int32_t slots;         /* pinned slots of a thread; 0: 2 */
   int32_t fastpath;      /* GPUFS_AUTO, GPUFS_OFF or GPUFS_REQUIRE */
-  int32_t fallback;      /* GPUFS_AUTO (on), GPUFS_ON or GPUFS_OFF */
-  int32_t direct;        /* O_DIRECT on the fallback path: GPUFS_AUTO, GPUFS_ON or GPUFS_OFF */
   /* Types of file systems that the fastpath may use beside ext4, xfs and block devices, as /proc/self/mountinfo names
    * them, separated by commas ("nfs4,lustre"); "any"; NULL or "": none. */
   const char* file_systems;
-  uint64_t fastpath_min_bytes; /* smaller requests go by fallback, if it is allowed; 0: no bound */
 } gpufs_io_options;
 
 /* Before the engine's first transfer, mount or statistics: EBUSY afterwards. EINVAL names what is out of range. */
@@ -560,7 +547,6 @@ typedef struct {
   int32_t sync;     /* after a store */
   int32_t sparse;   /* holes of the source become holes of a file or buffer that can have them */
   int32_t fastpath; /* GPUFS_AUTO: as configured; GPUFS_ON: auto; GPUFS_OFF, GPUFS_REQUIRE */
-  int32_t fallback; /* GPUFS_AUTO: as configured; GPUFS_ON, GPUFS_OFF */
   int32_t share;    /* threads at most, 0: the client's share */
   uint64_t client;  /* whose it is: threads are shared evenly between clients */
 } gpufs_transfer_request;
@@ -615,7 +601,6 @@ typedef struct {
   uint64_t native; /* as the vendor's runtime calls it: CUstream, hipStream_t */
   uint64_t outstanding;
   int32_t device;
-  uint32_t flags;
   int32_t waits_for_values; /* 0: calls of the host hold it */
 } gpufs_stream_info;
 

@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <future>
+#include <memory>
+#include <vector>
 
 #include "buffer_fixture.h"
 
@@ -62,6 +65,20 @@ TEST_P(BufferFaultsTest, ZeroingFailsInAShrink) {
   EXPECT_EQ(buffer->punch(kMiB, 3 * kMiB).error(), EIO);
   plan->zero.clear();
   expect_unchanged();
+}
+
+TEST_P(BufferFaultsTest, WhatMayNotWaitDoesNotWaitForASlabThatIsReleased) {
+  if (GetParam() == 0) return;
+  SlabPool& slabs = *contexts[0]->slabs();
+  std::vector<std::shared_ptr<const SlabPool::Slot>> slots;  // of two slabs, one of which is kept
+  while (slots.size() * GetParam() <= contexts[0]->info().granule) slots.push_back(slabs.take(GetParam()).take());
+  int error = 0;
+  plan->on_release = [&] {
+    error = std::async(std::launch::async, [&] { return slabs.take(1, {}, true, Wait::kForbidden).error(); }).get();
+  };
+  slots.clear();
+  plan->on_release = nullptr;
+  EXPECT_EQ(error, EAGAIN);
 }
 
 TEST_P(BufferFaultsTest, MovingOutOfASlotFails) {

@@ -81,7 +81,9 @@ TEST_F(CufileFiles, WhereItMayCopyThroughTheHostTheStorageIsLookedAt) {
   EXPECT_EQ(cufile().calls("cuFileHandleRegister"), 0);
   TransferRequest wanted = rig_->load();
   wanted.fastpath = FastpathMode::kRequire;
-  EXPECT_EQ(rig_->finish(wanted).status.message(), "fastpath is required but refused: not_accepted");
+  const std::string why = rig_->finish(wanted).status.message();
+  EXPECT_NE(why.find(": not_accepted"), std::string::npos) << why;
+  EXPECT_NE(why.find("storage"), std::string::npos) << why;  // as cuFile's side of it says
 }
 
 TEST_F(CufileFiles, FileSystemsOnTheNetworkAreForThoseWhoAllowThem) {

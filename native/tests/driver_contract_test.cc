@@ -47,8 +47,8 @@ class DriverContract : public ::testing::TestWithParam<Library> {
       if (options.memory_bytes == 0) options.memory_bytes = std::uint64_t{4} << 30;
       return open_driver("host", options);
     }
-    if (GetParam() == Library::kCuda) return open_cuda_driver(options);
-    if (GetParam() == Library::kHip) return open_hip_driver(options);
+    if (GetParam() == Library::kCuda) return open_driver("cuda", options);
+    if (GetParam() == Library::kHip) return open_driver("hip", options);
     FakeGpuSetup setup;
     setup.devices = 2;
     setup.virtual_memory = GetParam() != Library::kFakeCudaPlain;

@@ -9,8 +9,7 @@
 #include <memory>
 #include <string>
 
-#include "drivers/cuda/cuda_driver.h"
-#include "drivers/hip/hip_driver.h"
+#include "drivers/driver.h"
 #include "fake_cuda/fake_cuda.h"
 #include "fake_gpu_fixture.h"
 #include "fake_hip/fake_hip.h"

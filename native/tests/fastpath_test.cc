@@ -44,23 +44,6 @@ TYPED_TEST(VendorFiles, TransfersDoNotEndTheProgramsCaptures) {
   EXPECT_EQ(this->control_.calls("captures ended"), 0);
 }
 
-TYPED_TEST(VendorFiles, RequestsBelowTheBoundDoNotTakeIt) {
-  const auto data = pattern(4 * kMiB, 1);
-  this->io_options_.fastpath_min_bytes = 2 * kMiB;
-  START_OR_SKIP(data);
-  FastpathRig& rig = *this->rig_;
-  TransferRequest request = rig.load();
-  request.bytes = kMiB;
-  const TransferProgress small = rig.finish(request);
-  ASSERT_TRUE(small.status.ok()) << small.status.message();
-  EXPECT_EQ(small.path_bytes[1], kMiB);
-  EXPECT_EQ(small.refusals, mask_of(Refusal::kTooSmall));
-  const TransferProgress large = rig.finish(rig.load());
-  ASSERT_TRUE(large.status.ok()) << large.status.message();
-  EXPECT_EQ(large.path_bytes[0], data.size());
-  EXPECT_EQ(rig.buffer_contents(), data);
-}
-
 TYPED_TEST(VendorFiles, AlignedRequestsTakeIt) {
   const auto data = pattern(4 * kMiB, 1);
   START_OR_SKIP(data);
@@ -175,27 +158,21 @@ TYPED_TEST(VendorFiles, HolesOfTheBufferNeedNoFallback) {
 // ---- when it fails in the middle ----
 
 TYPED_TEST(VendorFiles, WhereItAloneIsAllowedTheRestStaysUnmoved) {
-  for (const bool required : {true, false}) {
-    START_OR_SKIP(pattern(4 * kMiB, 10));
-    FastpathRig& rig = *this->rig_;
-    TransferRequest wanted = rig.load();
-    if (required) {
-      wanted.fastpath = FastpathMode::kRequire;
-    } else {
-      wanted.fallback = false;
-    }
-    this->plan_good(1);
-    this->plan(ENODEV, kChunk / 2);
-    const TransferProgress done = rig.finish_in_order(wanted);
-    EXPECT_EQ(done.status.error(), EOPNOTSUPP);
-    EXPECT_NE(done.status.message().find("No such device"), std::string::npos) << done.status.message();
-    EXPECT_EQ(done.prefix, kChunk + (this->kFailuresMove ? kChunk / 2 : 0));
-    EXPECT_EQ(done.path_bytes[1], 0U);
-    EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kFailedBefore), 1U);
-    // A call that stops without a word is a failure, too, unless the file ends there.
-    this->plan(0, 0);
-    EXPECT_EQ(rig.finish_in_order(wanted).status.error(), EIO);
-  }
+  START_OR_SKIP(pattern(4 * kMiB, 10));
+  FastpathRig& rig = *this->rig_;
+  TransferRequest wanted = rig.load();
+  wanted.fastpath = FastpathMode::kRequire;
+  this->plan_good(1);
+  this->plan(ENODEV, kChunk / 2);
+  const TransferProgress done = rig.finish_in_order(wanted);
+  EXPECT_EQ(done.status.error(), EOPNOTSUPP);
+  EXPECT_NE(done.status.message().find("No such device"), std::string::npos) << done.status.message();
+  EXPECT_EQ(done.prefix, kChunk + (this->kFailuresMove ? kChunk / 2 : 0));
+  EXPECT_EQ(done.path_bytes[1], 0U);
+  EXPECT_EQ(rig.refused(Direction::kLoad, Refusal::kFailedBefore), 1U);
+  // A call that stops without a word is a failure, too, unless the file ends there.
+  this->plan(0, 0);
+  EXPECT_EQ(rig.finish_in_order(wanted).status.error(), EIO);
 }
 
 TYPED_TEST(VendorFiles, HolesBeforeAFailureAreNoneOfTheBytesOfTheRest) {

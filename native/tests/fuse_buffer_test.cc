@@ -90,7 +90,7 @@ TEST_F(BufferOperationsTest, CopiesAreCountedInTheFormThatTheKernelAskedFor) {
   add_two(1 << 20);
   EXPECT_EQ(kernel->wait(send_copy(1 << 20)).as<fuse_write_out>().size, 1U << 20);
   const Reply wide = kernel->call(kOpcodeCopyFileRange64, 2, copy_body(from, to, std::uint64_t{1} << 40, 1000));
-  EXPECT_EQ(wide.as<CopyFileRangeOut>().bytes_copied, (1U << 20) - 1000U);
+  EXPECT_EQ(wide.as<std::uint64_t>(), (1U << 20) - 1000U);
   EXPECT_EQ(wide.body.size(), 8U);
   Bytes flagged = copy_body(from, to, 10);
   flagged.back() = std::byte{1};

@@ -285,6 +285,7 @@ class FakeControlPlane {
   UniqueFd fd_;
 };
 
+inline constexpr std::uint64_t kInitPassthrough = 1ULL << 37;
 inline constexpr std::uint64_t kInitOverIoUring = 1ULL << 41;  // which the mount does not take
 inline constexpr std::uint64_t kKernelFlags =
     0x73fffffbULL | (kInitDirectIoAllowMmap | kInitPassthrough | kInitOverIoUring | (0xfULL << 32));

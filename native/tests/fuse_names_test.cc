@@ -70,7 +70,7 @@ TEST_F(NamesTest, CreateOpensWithOneReference) {
   const Reply created = create("some");
   const auto entry = created.as<fuse_entry_out>();
   const auto open = created.as<fuse_open_out>(sizeof(fuse_entry_out));
-  EXPECT_EQ(open.open_flags, kOpenDirectIo | kOpenParallelDirectWrites | kOpenNoFlush);
+  EXPECT_EQ(open.open_flags, FOPEN_DIRECT_IO | FOPEN_PARALLEL_DIRECT_WRITES | FOPEN_NOFLUSH);
   EXPECT_EQ(entry.attr.mode, S_IFREG | 0644U);
   EXPECT_EQ(entry.entry_valid, 1U);
   EXPECT_EQ(create("some").error(), ESTALE);
@@ -128,7 +128,7 @@ class SentAgainTest : public NamesTest {
     return first;
   }
   static Bytes set_attribute(std::string_view name, std::string_view value, std::uint32_t flags) {
-    SetxattrIn in{};
+    fuse_setxattr_in in{};
     in.size = static_cast<std::uint32_t>(value.size());
     in.flags = flags;
     Bytes body = bytes_of(in);

@@ -33,27 +33,27 @@ TEST_F(RelayTest, StatxOfAnUnknownInodeIsRelayedAsGetattr) {
   out.attr.size = 77;
   out.attr.rdev = (8U << 8) | 0x31 | (0x12U << 20);
   out.attr.mtime = 5;
-  const std::uint64_t unique = kernel->send(kOpcodeStatx, 9, bytes_of(StatxIn{}));
+  const std::uint64_t unique = kernel->send(kOpcodeStatx, 9, Bytes(24));
   const RelayedRequest request = control->expect(FUSE_GETATTR);
   EXPECT_EQ(request.body.size(), sizeof(fuse_getattr_in));
   control->reply(unique, 0, bytes_of(out));
   const StatxOut got = kernel->wait(unique).as<StatxOut>();
   EXPECT_EQ(got.attr_valid, 4U);
-  EXPECT_EQ(got.stat.size, 77U);
-  EXPECT_EQ(got.stat.mode, S_IFBLK | 0600);
-  EXPECT_EQ(got.stat.mtime.seconds, 5);
-  EXPECT_EQ(got.stat.rdev_major, 8U);
-  EXPECT_EQ(got.stat.rdev_minor, 0x1231U);
-  EXPECT_EQ(got.stat.mask, 0x7ffU);  // no birth
+  EXPECT_EQ(got.stat.stx_size, 77U);
+  EXPECT_EQ(got.stat.stx_mode, S_IFBLK | 0600);
+  EXPECT_EQ(got.stat.stx_mtime.tv_sec, 5);
+  EXPECT_EQ(got.stat.stx_rdev_major, 8U);
+  EXPECT_EQ(got.stat.stx_rdev_minor, 0x1231U);
+  EXPECT_EQ(got.stat.stx_mask, 0x7ffU);  // no birth
   EXPECT_EQ(kernel->call(kOpcodeStatx, 9, Bytes(8)).error(), EINVAL);
 }
 
 TEST_F(RelayTest, BuffersOpenForDirectIo) {
   fuse_open_out open{};
   open.fh = add_file(2);
-  open.open_flags = kOpenKeepCache;
+  open.open_flags = FOPEN_KEEP_CACHE;
   const auto opened = kernel->call(FUSE_OPEN, 2, bytes_of(fuse_open_in{})).as<fuse_open_out>();
-  EXPECT_EQ(opened.open_flags, kOpenDirectIo | kOpenParallelDirectWrites | kOpenNoFlush);
+  EXPECT_EQ(opened.open_flags, FOPEN_DIRECT_IO | FOPEN_PARALLEL_DIRECT_WRITES | FOPEN_NOFLUSH);
   EXPECT_NE(opened.fh, open.fh);
 }
 
@@ -61,17 +61,17 @@ TEST_F(RelayTest, FilesOfTheHostOpenForDirectIo) {
   const UniqueFd file = testing::temporary_file();
   fuse_open_out out{};
   out.fh = mount->backing_files().open(file.get()).take();
-  out.open_flags = kOpenKeepCache;
+  out.open_flags = FOPEN_KEEP_CACHE;
   out = relay_reply(FUSE_OPEN, 50, bytes_of(fuse_open_in{}), bytes_of(out)).as<fuse_open_out>();
-  EXPECT_EQ(out.open_flags, kOpenDirectIo | kOpenParallelDirectWrites);
+  EXPECT_EQ(out.open_flags, FOPEN_DIRECT_IO | FOPEN_PARALLEL_DIRECT_WRITES);
 }
 
 TEST_F(RelayTest, ControlFilesNeverKeepTheirCache) {
   fuse_open_out open{};
   open.fh = 17;
-  open.open_flags = kOpenKeepCache | kOpenDirectIo;
+  open.open_flags = FOPEN_KEEP_CACHE | FOPEN_DIRECT_IO;
   const Reply opened = relay_reply(FUSE_OPEN, 5, bytes_of(fuse_open_in{}), bytes_of(open));
-  EXPECT_EQ(opened.as<fuse_open_out>().open_flags, kOpenDirectIo);
+  EXPECT_EQ(opened.as<fuse_open_out>().open_flags, FOPEN_DIRECT_IO);
 }
 
 TEST_F(RelayTest, NamesOfTheHostAreTheControlPlanes) {

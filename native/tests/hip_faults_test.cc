@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "drivers/hip/hip_api.h"
+#include "drivers/hip/hip_library.h"
 #include "fake_vendors.h"
 
 namespace gpufs::hip_test {

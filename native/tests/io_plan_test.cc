@@ -128,40 +128,6 @@ TEST(Plans, RequestsAndTheirChunks) {
        nothing,
        {slow(0, 1000)},
        edges | mask_of(Refusal::kSizeUnaligned) | mask_of(Refusal::kTooSmall)},
-      {"below the bound",
-       0,
-       kMiB - kPageBytes,
-       [](Planned& p) { p.request.fastpath_min_bytes = kMiB; },
-       {slow(0, kMiB - kPageBytes)},
-       mask_of(Refusal::kTooSmall)},
-      {"a body below the bound",
-       512,
-       kMiB,
-       [](Planned& p) {
-         p.request.memory_phase = 512;
-         p.request.fastpath_min_bytes = kMiB;
-       },
-       {slow(0, kMiB - 512), slow(kMiB - 512, 512)},
-       edges | mask_of(Refusal::kMemoryUnaligned) | mask_of(Refusal::kTooSmall)},
-      {"at the bound", 0, kMiB, [](Planned& p) { p.request.fastpath_min_bytes = kMiB; }, {fast(0, kMiB)}, 0},
-      {"required, it ignores the bound",
-       0,
-       kPageBytes,
-       [](Planned& p) {
-         p.request.fastpath_min_bytes = kMiB;
-         p.request.fastpath = FastpathMode::kRequire;
-       },
-       {fast(0, kPageBytes)},
-       0},
-      {"alone, it ignores the bound",
-       0,
-       kPageBytes,
-       [](Planned& p) {
-         p.request.fastpath_min_bytes = kMiB;
-         p.request.fallback = false;
-       },
-       {fast(0, kPageBytes)},
-       0},
       {"required: the edges may go by fallback",
        kPageBytes - 100,
        kMiB,
@@ -177,7 +143,6 @@ TEST(Plans, RequestsAndTheirChunks) {
        [](Planned& p) { p.request.fastpath = FastpathMode::kRequire; },
        {},
        edges | mask_of(Refusal::kSizeUnaligned) | mask_of(Refusal::kTooSmall)},
-      {"alone, it must take all", 1, kMiB, [](Planned& p) { p.request.fallback = false; }, {}, edges},
       {"off",
        0,
        kMiB,

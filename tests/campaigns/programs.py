@@ -6,11 +6,14 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from typing import Any
 
+from support.at_work import PROGRAMS, at_work
 from support.attaching import kill_programs
 from support.fuzzing import fuzz, prepare_fuzz
 from support.killing import kill_at_random
 from support.processes import run
+from support.surviving import mounted
 
 from campaigns.harness import Missing, Place, need
 
@@ -105,13 +108,13 @@ def killed(place: Place) -> str:
     return f"{cycles} programs killed, seed {os.getpid()}"
 
 
-def killed_daemons(place: Place, *, hold: bool) -> str:
-    """Kills daemons and keepers under programs that work; hold: beside a user who holds a directory all the time."""
+def killed_daemons(place: Place, names: Sequence[str] = tuple(PROGRAMS), **options: Any) -> str:
+    """Kills daemons and keepers under programs that work; options: of kill_at_random()."""
     if os.geteuid() != 0:
         raise Missing("one program has a mount namespace of its own")
     rounds, seed = (10 if place.quick else 2200), os.getpid()
     began = time.monotonic()
-    waits = sorted(kill_at_random(place.host, rounds, seed, hold=hold, FILE_BYTES=str(1 << 30)))
+    waits = sorted(kill_at_random(place.host, rounds, seed, names, FILE_BYTES=str(1 << 30), **options))
     if waits[-1] > LONGEST_WAIT:
         raise AssertionError(f"after a death calls waited {waits[-1]:.2f} s; seed {seed}")
     return (
@@ -119,6 +122,23 @@ def killed_daemons(place: Place, *, hold: bool) -> str:
         f"{waits[len(waits) * 99 // 100]:.2f} s (99 of 100), {waits[-1]:.2f} s (the longest); "
         f"{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f}, seed {seed}"
     )
+
+
+EXERCISERS = ("exercise-1", "exercise-2", "exercise-3")
+# All that they have open at a time fits, and their files do not.
+EXERCISED = "80M"
+
+
+def exercised(place: Place) -> str:
+    """Changes files at random, as fsx does, on a device from which they are evicted."""
+    seconds = 10 if place.quick else 300
+    with mounted(place.host / "mount", "--evict", "--host-memory", "256M", memory=EXERCISED) as mount:
+        with at_work(mount.device, place.host, EXERCISERS) as running:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end and all(program.poll() is None for program in running.values()):
+                time.sleep(0.1)
+        evicted = place.host.joinpath("log").read_text().count("was parked")
+    return f"{seconds} s of {len(EXERCISERS)} programs, {evicted} files evicted"
 
 
 def attacked(place: Place) -> str:

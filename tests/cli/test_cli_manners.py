@@ -25,7 +25,7 @@ def test_help_shows_everyday_options_and_help_all_the_others() -> None:
     assert {"-o", "--driver", "--devices", "--memory", "--allow-other", "--help-all"} <= set(few)
     assert len(few) <= 14
     assert set(few) < set(every)
-    assert {"--io-workers", "--reader-threads"} <= set(every) - set(few)
+    assert {"--io-workers", "--io-chunk-bytes"} <= set(every) - set(few)
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,6 @@ def test_every_knob_can_be_set_everywhere(knob: config.Knob, tmp_path: Path) -> 
         "lock_policy": "mandatory",
         "hip_memory": "plain",
         "io_file_systems": "nfs4,lustre",
-        "max_write": "1M",
-        "reader_spin": "250us",
         "memory": "64M",
         "user_limits": "root=1G,1234=none",
         "metadata": "64M",
@@ -104,7 +102,7 @@ def test_the_command_line_wins_over_variables_and_files(tmp_path: Path) -> None:
     system, named = tmp_path / "system.toml", tmp_path / "named.toml"
     user = tmp_path / "xdg/gpufs/config.toml"
     user.parent.mkdir(parents=True)
-    system.write_text("devices = 1\nreader_threads = 1\n")
+    system.write_text("devices = 1\nio_workers = 1\n")
     user.write_text("devices = 2\n")
     named.write_text("devices = 3\n")
     home = {"XDG_CONFIG_HOME": str(tmp_path / "xdg")}
@@ -114,9 +112,9 @@ def test_the_command_line_wins_over_variables_and_files(tmp_path: Path) -> None:
 
     assert devices(load(system_file=system)) == (1, str(system))
     assert devices(load(environ=home, system_file=system)) == (2, str(user))
-    assert load(environ=home, system_file=system)["reader_threads"] == 1
+    assert load(environ=home, system_file=system)["io_workers"] == 1
     assert devices(load(environ=home, config_file=named, system_file=system)) == (3, str(named))
-    assert load(environ=home, config_file=named, system_file=system)["reader_threads"] == 0
+    assert load(environ=home, config_file=named, system_file=system)["io_workers"] == 0
     assert devices(load(environ={**home, "GPUFS_CONFIG": str(named)}, system_file=system)) == (3, str(named))
     four = {**home, "GPUFS_DEVICES": "4"}
     assert devices(load(environ=four, config_file=named, system_file=system)) == (4, "GPUFS_DEVICES")
@@ -176,8 +174,8 @@ def test_values_that_exclude_each_other_are_named(values: dict[str, str | bool |
         ("devices", "GPU-4f3e,all"),
         ("memory", "1M"),
         ("memory", "lots"),
-        ("max_write", "5000"),
-        ("attribute_timeout", "-1"),
+        ("read_ahead", "5000"),
+        ("keep_freed", "-1"),
         ("mask_flags", "x"),
         ("log_file", ""),
         ("mount_timeout", "0"),

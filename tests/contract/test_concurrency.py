@@ -163,7 +163,7 @@ def in_table(mounted: GpufsMount) -> tuple[int, int, int, int]:
 
 def test_racing_changes_of_names_leave_a_consistent_tree_and_nothing_in_the_tables(mount: Mounter) -> None:
     """Four processes do everything to the same few names; only the errors that such races allow come up."""
-    mounted = mount("--entry-timeout", "0")
+    mounted = mount()
     place = mounted.device
     before = in_table(mounted)
     folders = [place / "one", place / "two", place / "one" / "three"]

@@ -1,4 +1,4 @@
-"""Older kernels, which lack INIT flags (a knob masks them here), and the knobs that change how the mount works.
+"""The oldest kernel, which lacks INIT flags (a knob masks them here), and the knobs that change how the mount works.
 
 Whatever the kernel offers and the knobs say, files behave alike; only the speed differs.
 """
@@ -19,27 +19,16 @@ from support.processes import run, start_children, wait_children
 
 pytestmark = [pytest.mark.driver]
 
-HANDLE_KILLPRIV_V2 = 1 << 28
-BIG_WRITES, READDIRPLUS, ACCESS_LISTS = 1 << 5, 3 << 13, 1 << 20 | 1 << 6
-KERNELS = {
-    "linux 6.1": 0xFFFF_FFFE_0000_0000,
-    "linux 5.15": 0xFFFF_FFFF_0000_0000 | HANDLE_KILLPRIV_V2,
-    # what Linux offers since 4.9 and the contract needs
-    "no more than is needed": 0xFFFF_FFFF_FFFF_FFFF & ~(BIG_WRITES | READDIRPLUS | ACCESS_LISTS),
-}
-
-
+LINUX_6_1 = "0xfffffffe00000000"
 KNOBS = {
-    "one of each, no slabs": "--reader-threads 1 --worker-threads 1 --slab-file-bytes 0",
-    "small and nothing kept": "--max-write 4K --attribute-timeout 0 --entry-timeout 0",
-    "large and kept for long": "--max-write 16M --attribute-timeout 1h --entry-timeout 1h --slab-file-bytes 1M"
-    " --reader-threads 16",
+    "one thread, no slabs": "--io-workers 1 --slab-file-bytes 0",
+    "small and nothing kept": "--io-chunk-bytes 64K --read-ahead 0 --keep-freed 0",
+    "large": "--io-chunk-bytes 64M --slab-file-bytes 1M",
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_mount_works_on_older_kernels(mount: Mounter, kernel: str) -> None:
-    use(mount("--mask-flags", hex(KERNELS[kernel]), devices=2, memory=256 * MIB))
+def test_a_mount_works_on_linux_6_1(mount: Mounter) -> None:
+    use(mount("--mask-flags", LINUX_6_1, devices=2, memory=256 * MIB))
 
 
 @pytest.mark.parametrize("knobs", KNOBS)
@@ -100,11 +89,10 @@ def use(mounted: GpufsMount) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("kernel", ["linux 6.1", "no more than is needed"])
-def test_the_contract_holds_on_older_kernels(kernel: str) -> None:
+def test_the_contract_holds_on_linux_6_1() -> None:
     """The whole contract, in a pytest of its own whose mounts have the flags masked."""
     tests = [str(path) for path in sorted(Path(__file__).parent.glob("test_contract_*.py"))]
-    words = ["-q", "-x", "-p", "no:cacheprovider", f"--mount-option=--mask-flags={KERNELS[kernel]:#x}"]
+    words = ["-q", "-x", "-p", "no:cacheprovider", f"--mount-option=--mask-flags={LINUX_6_1}"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words, *tests], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )

@@ -13,7 +13,7 @@ import random
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from errno import EINVAL, ENXIO, EOPNOTSUPP
 from pathlib import Path
 from typing import ClassVar
@@ -31,7 +31,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support import linux
-from support.data import GRANULE, KIB, MIB, assert_same, noise
+from support.data import GRANULE, KIB, MIB, Model, assert_same, noise
 from support.processes import errno_of
 from support.surviving import mounted
 
@@ -48,30 +48,6 @@ lengths = st.one_of(
 )
 seeds = st.integers(1, 1 << 30)
 names = st.sampled_from(["a", "b", "c", "dir/a", "dir/b"])
-
-
-@dataclass(eq=False)
-class Model:
-    """What one file should be."""
-
-    data: bytearray = field(default_factory=bytearray)
-    links: int = 1  # 0: without a name
-
-    def write(self, at: int, data: bytes) -> None:
-        if at > len(self.data):
-            self.data.extend(bytes(at - len(self.data)))
-        self.data[at : at + len(data)] = data
-
-    def resize(self, size: int) -> None:
-        if size < len(self.data):
-            del self.data[size:]
-        else:
-            self.data.extend(bytes(size - len(self.data)))
-
-    def clear(self, at: int, count: int) -> None:
-        end = min(at + count, len(self.data))
-        if at < end:
-            self.data[at:end] = bytes(end - at)
 
 
 @dataclass(eq=False)

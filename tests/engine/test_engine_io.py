@@ -103,7 +103,7 @@ def test_futures(opened: engine.Engine, tmp_path: Path) -> None:
             done, pending = concurrent.futures.wait([target.write_async(buffer)], PATIENCE)
             assert not pending
             assert [future.result() for future in done] == [len(data)]
-        failing = file.read_async(buffer, fallback="off", fastpath="off")
+        failing = file.read_async(buffer, 100, 1, fastpath="require")
         with pytest.raises(engine.TransferError):
             failing.result(60)
     wait_for_the_futures_thread()
@@ -166,7 +166,7 @@ def test_own_mount_is_refused(opened: engine.Engine, mount: Callable[..., GpufsM
 def test_options_are_set_once(opened: engine.Engine, tmp_path: Path) -> None:
     with pytest.raises(engine.EngineError, match="chunk_bytes"):
         engine.io_configure(opened, chunk_bytes=3)
-    engine.io_configure(opened, chunk_bytes=64 * KIB, workers=2, slots=2, pinned_bytes=MIB, fastpath="off")
+    engine.io_configure(opened, chunk_bytes=64 * KIB, workers=2, pinned_bytes=MIB, fastpath="off")
     with pytest.raises(engine.EngineError) as late:
         engine.io_configure(opened)
     assert late.value.errno == errno.EBUSY

@@ -90,7 +90,7 @@ def test_a_required_fastpath_never_falls_back(make: Maker, vendor: Vendor) -> No
         *GPUFS, "cp", "--partial", "--fastpath", "require", one.there / "source", one.mount.device / "file", check=False
     )
     assert done.returncode == 1
-    assert f"fastpath alone is allowed but failed: {vendor.read}: No such device" in done.stderr
+    assert f"fastpath is required but failed: {vendor.read}: No such device" in done.stderr
     found = one.mount.moved("in")
     assert (found["fastpath"]["bytes"], found["fallback"]["bytes"]) == (CHUNK, 0)
     assert (one.mount.device / "file").stat().st_size == CHUNK

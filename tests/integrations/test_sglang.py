@@ -303,17 +303,21 @@ def test_copies_where_weights_cannot_be_shared(servers: Servers[Outcome, GpufsMo
 
 
 def test_weights_sleep_with_the_memory_saver(mount: Mounter, tmp_path: Path) -> None:
-    """Shared weights are parked, and come back. The package that frees memory of CUDA is a stand-in here."""
+    """Shared weights are parked, and come back; when they sleep alone, the KV cache stays.
+
+    The package that frees memory of CUDA is a stand-in here.
+    """
     with mount("--host-memory", str(1024 * MIB), memory=1024 * MIB) as mounted:
         servers = make_servers(mounted, tmp_path)
         expected = servers.start(load_format="auto").tokens
         for _ in range(2):  # the one that publishes, and one that maps
             engine = servers.start(plugins="gpufs,enable_memory_saver", attempts=["sleep"])
-            before, asleep, after, tokens = json.loads(engine.errors[0])
+            before, asleep, after, tokens, again, cached = json.loads(engine.errors[0])
             (published,) = servers.published()
             assert (before, after) == (0, 0)
             assert asleep >= published.stat().st_size
-            assert tokens == engine.tokens == expected
+            assert tokens == again == engine.tokens == expected
+            assert cached > 0
 
 
 def test_ranks_share_weights(servers: Servers[Outcome, GpufsMount]) -> None:

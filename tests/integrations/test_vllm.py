@@ -23,12 +23,13 @@ import numpy
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.cli import gpufs
 from support.data import MIB
 from support.model_servers import Servers, make_experts, make_model, make_tokenizer, python_path, quantise_model
 from support.mounting import REPOSITORY, GpufsMount, Mounter
-from support.processes import NOBODY, PATIENCE
+from support.pages import block
+from support.processes import NOBODY, PATIENCE, run
 from support.vllm_engine import Outcome
 
 import gpufs as gpufs_client
@@ -40,9 +41,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
+    return make_servers(mount("--host-memory", "128M", memory=512 * MIB, allow_other=True), tmp_path)
+
+
+def make_servers(mounted: GpufsMount, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
+    """Returns vLLM with a random model, on the mount and, as "model", in a folder."""
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}: scripts/setup-vllm makes it")
-    mounted = mount("--host-memory", "128M", memory=512 * MIB, allow_other=True)
     model = mounted.device / "Tiny-Qwen3"
     make_model(tmp_path / "model", seed=0)
     shutil.copytree(tmp_path / "model", model)
@@ -52,6 +57,9 @@ def servers(mount: Mounter, tmp_path: Path) -> Servers[Outcome, GpufsMount]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "none",  # the program registers the plug-in
+        # Threads that wait for each other at each layer are slow on a machine that does more than this.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     return Servers("vllm", Outcome, PYTHON, environment, mounted, model, tmp_path)
 
@@ -90,7 +98,10 @@ def test_vllm_kernels_find_their_state(servers: Servers[Outcome, GpufsMount]) ->
 
 
 def test_vllm_keeps_weights_apart(servers: Servers[Outcome, GpufsMount]) -> None:
-    """Models with equal headers have weights of their own, also under the other's name; damaged ones are replaced."""
+    """Models with equal headers have weights of their own, also under the other's name or at its path.
+
+    Damaged ones are replaced.
+    """
     make_model(servers.scratch / "other", seed=1)
     other = servers.scratch / "other"  # on the machine's disk: only its processed weights are on the mount
     mount = {"mount": str(servers.mount.path)}
@@ -116,6 +127,9 @@ def test_vllm_keeps_weights_apart(servers: Servers[Outcome, GpufsMount]) -> None
         assert servers.start(model=other, extra=mount).tokens == expected[1], damage
         assert servers.bytes_read() < read + MIB, damage
 
+    shutil.copytree(other, servers.model, dirs_exist_ok=True)  # over the files, into the same inodes
+    assert servers.start().tokens == expected[1]
+
 
 def test_vllm_shares_what_has_the_same_weights(servers: Servers[Outcome, GpufsMount]) -> None:
     """A mode, adapters and variables that decide about something else lead to the same file; a writer to none."""
@@ -123,7 +137,7 @@ def test_vllm_shares_what_has_the_same_weights(servers: Servers[Outcome, GpufsMo
     (published,) = servers.published()
     for file in servers.model.glob("*.safetensors"):
         file.chmod(0o640)
-    variables = {"VLLM_ENGINE_READY_TIMEOUT_S": "900", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    variables = {"VLLM_ENGINE_READY_TIMEOUT_S": "900", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
     others = replace(servers, environment={**servers.environment, **variables})
     assert others.start().tokens == expected
     assert servers.start(options={"enable_lora": True}).tokens == expected
@@ -220,6 +234,24 @@ def test_vllm_refuses_to_change_shared_weights(servers: Servers[Outcome, GpufsMo
     found = servers.start(attempts=("sleep", "reload"))
     for text in found.errors:
         assert '"share": false' in text
+
+
+def test_vllm_sleeps_with_or_without_its_cache(mount: Mounter, tmp_path: Path) -> None:
+    """Level 0 keeps the KV cache, the others only what vLLM needs. A sleep that fails leaves the engine awake."""
+    with mount("--host-memory", str(64 * MIB), memory=64 * MIB) as mounted:
+        weights = mounted.device / "weights"
+        weights.write_bytes(b"good" * MIB)
+        path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+        command = [str(PYTHON), str(REPOSITORY / "tests/support/vllm_sleep.py"), str(weights)]
+        done = run(*command, env={**os.environ, "HOME": str(tmp_path), "PYTHONPATH": path}, timeout=300)
+        found = json.loads(done.stdout.splitlines()[-1])
+        everything = ["weights", "kv_cache", "runtime", "cudagraph"]
+        assert found["level 0"] == [True, everything, ""]
+        assert found["level 1"] == found["level 2"] == [True, ["weights", "runtime", "cudagraph"], ""]
+        for attempt, told in (("full", "pinned"), ("too large", "1.0 PiB")):
+            parked, there, error = found[attempt]
+            assert (parked, there[:4]) == (False, everything)
+            assert told in error
 
 
 def test_vllm_uses_weights_of_trusted_users(servers: Servers[Outcome, GpufsMount]) -> None:
@@ -369,7 +401,7 @@ def test_vllm_engines_of_a_group_take_versions_together(servers: Servers[Outcome
         check(1, 1)
 
 
-def test_vllm_experts_of_a_group_are_processed_as_at_a_start(servers: Servers[Outcome, GpufsMount]) -> None:
+def test_vllm_experts_are_processed_as_at_a_start(servers: Servers[Outcome, GpufsMount]) -> None:
     """vLLM leaves out a part of that when it reloads experts."""
     for seed in range(2):
         make_experts(servers.scratch / f"experts{seed}", seed)
@@ -377,10 +409,9 @@ def test_vllm_experts_of_a_group_are_processed_as_at_a_start(servers: Servers[Ou
     first, second = (servers.mount.device / f"experts{seed}" for seed in range(2))
     expected = servers.start(load_format="auto", model=second).tokens
     options = {"weight_transfer_config": {"backend": "gpufs"}}
-    done = servers.start(
-        model=first, extra={"group": "policy"}, options=options, updates=[str(second), str(first), str(second)]
-    )
-    assert done.updated == [expected, done.tokens, expected] != [done.tokens] * 3
+    for extra in ({"share": False}, {"group": "policy"}):
+        done = servers.start(model=first, extra=extra, options=options, updates=[str(second), str(first), str(second)])
+        assert done.updated == [expected, done.tokens, expected] != [done.tokens] * 3
     assert len(servers.published()) == 1
 
 
@@ -419,15 +450,102 @@ def test_vllm_ranks_of_a_group_have_one_version(servers: Servers[Outcome, GpufsM
 # Some longer than a block of the prefix cache, and one of them with the beginning of another.
 PROMPTS = ([5, 6, 7, 8, 9], [42], *([number * 37 % 2000 for number in range(count)] for count in (300, 400)))
 VERSIONS = 5
+SERVED = ("--served-model-name", "policy", "--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16")
 
 
-def ask(address: str, prompt: Sequence[int]) -> list[int]:
+def ask(address: str, prompt: Sequence[int], model: str = "policy", tokens: int = 16) -> list[int]:
     """Returns the tokens of an answer over HTTP."""
-    body = {"model": "policy", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     data = json.dumps({**body, "return_token_ids": True}).encode()
     request = urllib.request.Request(f"{address}/v1/completions", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         return list(json.load(answer)["choices"][0]["token_ids"])
+
+
+def make_adapter(folder: Path, seed: int) -> None:
+    """Writes a LoRA adapter for what make_model() makes."""
+    parts = ["q_proj", "o_proj"]
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 64, "target_modules": parts, "bias": "none"}
+    torch.manual_seed(seed)
+    tensors = {}
+    for layer in range(6):
+        for part in parts:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 512)
+            tensors[f"{name}.lora_B.weight"] = torch.randn(512, 8) / 16
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.timeout(900)
+def test_vllm_serves_adapters_and_keeps_its_cache(mount: Mounter, tmp_path: Path) -> None:
+    """As the howtos show: adapters in gpu0 and host0 are loaded, dropped, swapped and removed as those on a disk are.
+
+    A pause in which the engine sleeps (which an engine on CPUs ignores) keeps the prefix cache.
+    """
+    swap = block("howto/model-servers.md", '"load_inplace"')
+    serve, load, unload = block("howto/model-servers.md", "--enable-lora").splitlines()[-3:]
+    pause, sleep, _, wake, resume = block("howto/several-models.md", "/collective_rpc").splitlines()
+    with mount("--host-memory", str(256 * MIB), memory=512 * MIB) as mounted:
+        servers = make_servers(mounted, tmp_path)
+        make_tokenizer(servers.model, 2048)
+        places = {"disk": tmp_path, "gpu": mounted.device, "host": mounted.path / "host0"}
+        for seed in range(3):
+            make_adapter(tmp_path / f"adapter{seed}", seed)
+            for name in ("gpu", "host"):
+                gpufs("cp", "-r", tmp_path / f"adapter{seed}", places[name])
+        serve = serve.replace(" MODEL ", f" {servers.model} ")
+        few = ("--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", "8")
+        variables = {"VLLM_PLUGINS": "gpufs", "VLLM_SERVER_DEV_MODE": "1"}
+        with servers.serve(serve, *SERVED, *few, **variables) as address:
+
+            def shell(command: str, name: str = "", path: Path = tmp_path) -> None:
+                command = command.replace("localhost:8000", address).replace('"sql"', f'"{name}"')
+                run("bash", "-euc", re.sub("/mnt/gpufs/host0/[a-z0-9-]*", str(path), command))
+
+            def answer(name: str = "policy") -> list[int]:
+                return ask(address, PROMPTS[-1], name, tokens=6)
+
+            def cached() -> int:
+                with urllib.request.urlopen(f"{address}/metrics") as page:
+                    (hits,) = re.findall(r"^vllm:prefix_cache_hits_total\S* (\S+)", page.read().decode(), re.MULTILINE)
+                return int(float(hits))
+
+            base = answer()
+            for place, folder in places.items():
+                for seed in range(3):
+                    shell(load, f"{place}{seed}", folder / f"adapter{seed}")
+            expected = [answer(f"disk{seed}") for seed in range(3)]
+            assert len({tuple(each) for each in (base, *expected)}) == 4
+            for _ in range(2):  # each is dropped for the others
+                for place in ("gpu", "host"):
+                    assert [answer(f"{place}{seed}") for seed in range(3)] == expected
+                run("curl", "-fsX", "POST", f"{address}/reset_prefix_cache")
+                gpufs("sleep", *(mounted.device / f"adapter{seed}" for seed in range(3)))
+
+            shell(swap, "gpu0", mounted.device / "adapter1")
+            assert answer("gpu0") == expected[1]
+            make_adapter(mounted.device / "adapter1", 2)
+            shell(swap, "gpu0", mounted.device / "adapter1")
+            run("curl", "-fsX", "POST", f"{address}/reset_prefix_cache")
+            assert answer("gpu0") == expected[2]
+            shell(unload, "gpu0")
+            with pytest.raises(urllib.error.HTTPError):
+                answer("gpu0")
+            shutil.rmtree(mounted.device / "adapter0")
+            assert (answer("host0"), answer()) == (expected[0], base)
+
+            before = cached()
+            with ThreadPoolExecutor(1) as pool:
+                shell(pause)
+                shell(sleep)
+                waiting = pool.submit(answer)
+                shell(wake)
+                assert not waiting.done()
+                shell(resume)
+                assert waiting.result() == base
+            assert cached() > before
 
 
 def wrong_files(good: Path) -> Iterator[tuple[str, Path]]:
@@ -503,9 +621,8 @@ def test_vllm_is_updated_as_the_howto_says(servers: Servers[Outcome, GpufsMount]
                 parameter.add_(torch.randn_like(parameter) * 0.02)
     assert all(len({tuple(answers[number]) for answers in fresh}) == VERSIONS + 1 for number in range(len(PROMPTS)))
 
-    arguments = ("--served-model-name", "policy", "--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16")
     ended = threading.Event()
-    with servers.serve(command.strip(), *arguments, VLLM_PLUGINS="gpufs") as address, ThreadPoolExecutor(1) as pool:
+    with servers.serve(command.strip(), *SERVED, VLLM_PLUGINS="gpufs") as address, ThreadPoolExecutor(1) as pool:
 
         def answers() -> list[list[int]]:
             return [ask(address, prompt) for prompt in PROMPTS]
@@ -547,3 +664,8 @@ def test_vllm_is_updated_as_the_howto_says(servers: Servers[Outcome, GpufsMount]
         assert answers() == fresh[VERSIONS]
         trainer["update"](str(good))
         assert answers() == fresh[1]
+
+        for version in (2, 3):  # written over the one before, with an equal header
+            shutil.copyfile(version_of(version) / "model.safetensors", good)
+            trainer["update"](str(good))
+            assert answers() == fresh[version]

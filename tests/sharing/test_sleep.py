@@ -265,6 +265,40 @@ def test_a_daemon_that_is_killed_while_files_move_loses_nothing(place: Survivor,
     array.close()
 
 
+def test_a_lease_outlives_a_daemon_that_dies_after_its_file_has_left(driver: str) -> None:
+    """The next daemon took it for awake, found no memory to bring the file back, and dropped it for good."""
+    if driver == "hip":
+        pytest.skip("the HIP driver has no host memory for files")
+    with directory("/tmp") as folder:
+        # The daemon writes its records late while this file exists.
+        late = folder / "late"
+        text = f"import os, time\nreal = os.pwrite\nlate = {os.fspath(late)!r}\n"
+        text += "os.pwrite = lambda *given: (os.path.exists(late) and time.sleep(1.5), real(*given))[1]\n"
+        (folder / "sitecustomize.py").write_text(text)
+        environment = {"PYTHONPATH": os.pathsep.join([os.fspath(folder), os.environ.get("PYTHONPATH", "")])}
+        options = ("--host-memory", str(DEVICE))
+        with (
+            mounted(folder / "mnt", *options, driver=driver, memory=str(DEVICE), environment=environment) as place,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            file, filler = place.device / "weights", place.device / "filler"
+            file.write_bytes(noise(SIZE))
+            array = gpufs.attach(file, "r+")
+            late.touch()
+            sleeps = pool.submit(gpufs.sleep, array)
+            wait_until(lambda: parked(file), PATIENCE, "the file to leave")
+            with open(filler, "wb") as opened:
+                os.posix_fallocate(opened.fileno(), 0, DEVICE - 4 * MIB)
+            late.unlink()
+            place.kill()
+            assert sleeps.result() == SIZE
+            assert errno_of(lambda: gpufs.wake(array)) == ENOSPC
+            filler.unlink()
+            gpufs.wake(array)
+            assert array.tobytes() == noise(SIZE)
+            array.close()
+
+
 def test_no_store_is_lost_to_a_file_that_sleeps_while_others_take_its_memory(place: Survivor, file: Path) -> None:
     dirty = place.device / "dirty"
     dirty.write_bytes(noise(SIZE))  # so that the host's memory for the hole has been used before
@@ -873,6 +907,18 @@ def test_a_call_that_must_fail_parks_nothing(evicting: GpufsMount) -> None:
     with open(large, "r+b") as opened:
         os.posix_fallocate(opened.fileno(), 0, DEVICE)
     assert all(map(parked, files))
+
+
+def test_registered_memory_takes_the_space_of_files_that_nobody_uses(evicting: GpufsMount, driver: str) -> None:
+    """It was refused with ENOSPC."""
+    if driver != "host":
+        pytest.skip("registered memory counts on the host driver alone")
+    files = [evicting.device / f"model{number}" for number in range(3)]
+    for path in files:
+        path.write_bytes(noise(SIZE))
+    memory = mmap.mmap(-1, SIZE)
+    with gpufs.register(numpy.frombuffer(memory, numpy.uint8), evicting.device / "registered"):
+        assert [parked(path) for path in files] == [True, False, False]
 
 
 def test_models_in_turn_on_a_device_that_is_too_small_for_them(evicting: GpufsMount) -> None:

@@ -11,7 +11,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy
 
 import gpufs
+from support.exerciser import Exerciser
 from support.mounting import REPOSITORY
 from support.processes import PATIENCE
 
@@ -197,25 +198,36 @@ def sqlite(directory: Path, stop: Path) -> None:
     assert call("PRAGMA integrity_check; SELECT count(*) FROM t;").split() == ["ok", str(done * 10)]
 
 
+def exercise(directory: Path, stop: Path) -> None:
+    """Changes files in every way, while they move to the host's memory and back."""
+    seed = sum(directory.name.encode())
+    Exerciser(directory, stop.with_name(f"{directory.name}-scratch"), seed).run(_until(stop))
+
+
 PROGRAMS: dict[str, Callable[[Path, Path], None]] = {
     work.__name__: work
-    for work in (write, read, store, attach, register, registrations, share, look, listing, git, sqlite)
+    for work in (write, read, store, attach, register, registrations, share, look, listing, git, sqlite, exercise)
 }
 
 
 @contextmanager
-def at_work(device: Path, folder: Path, **environment: str) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All of these programs, each in a directory of its own. At the end they must have seen nothing wrong."""
+def at_work(
+    device: Path, folder: Path, names: Iterable[str] = tuple(PROGRAMS), **environment: str
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """These programs, each in a directory of its own. At the end they must have seen nothing wrong.
+
+    names: of the directories. They begin with those of the programs.
+    """
     stop, place = folder / "stop", folder / "bound"
     place.mkdir()
     path = os.pathsep.join([str(REPOSITORY / "tests"), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": path, "BIND_PLACE": str(place), **environment}
     running = {}
     try:
-        for name in PROGRAMS:
+        for name in names:
             directory = device / name
             directory.mkdir()
-            words = [sys.executable, "-m", "support.at_work", name, str(directory), str(stop)]
+            words = [sys.executable, "-m", "support.at_work", name.split("-")[0], str(directory), str(stop)]
             if name == "look":
                 words = ["unshare", "--mount", *words]
             running[name] = subprocess.Popen(
@@ -230,7 +242,7 @@ def at_work(device: Path, folder: Path, **environment: str) -> Iterator[dict[str
     finally:
         for program in running.values():
             program.kill()
-            program.communicate()
+            program.wait()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reproducible data, and comparisons that report the first difference."""
+"""Reproducible data, models of files, and comparisons that report the first difference."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,30 @@ def assert_same(actual: bytes | memoryview, expected: bytes | memoryview, what: 
     first = next(i for i in range(len(actual)) if actual[i] != expected[i])
     there, wanted = bytes(actual[first : first + 16]).hex(), bytes(expected[first : first + 16]).hex()
     raise AssertionError(f"{what}: first difference at {first}: {there}, expected {wanted}")
+
+
+@dataclass(eq=False)
+class Model:
+    """What one file should be."""
+
+    data: bytearray = field(default_factory=bytearray)
+    links: int = 1  # 0: without a name
+
+    def write(self, at: int, data: bytes) -> None:
+        if at > len(self.data):
+            self.data.extend(bytes(at - len(self.data)))
+        self.data[at : at + len(data)] = data
+
+    def resize(self, size: int) -> None:
+        if size < len(self.data):
+            del self.data[size:]
+        else:
+            self.data.extend(bytes(size - len(self.data)))
+
+    def clear(self, at: int, count: int) -> None:
+        end = min(at + count, len(self.data))
+        if at < end:
+            self.data[at:end] = bytes(end - at)
 
 
 def consists_of(content: bytes, allowed: bytes) -> bool:

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -77,16 +77,26 @@ def _holding(directory: Path) -> Iterator[None]:
     directory.rmdir()
 
 
-def kill_at_random(folder: Path, rounds: int, seed: int, *, hold: bool = False, **environment: str) -> list[float]:
+def kill_at_random(
+    folder: Path,
+    rounds: int,
+    seed: int,
+    names: Sequence[str] = tuple(PROGRAMS),
+    *,
+    memory: str = "3G",
+    hold: bool = False,
+    **environment: str,
+) -> list[float]:
     """Kill daemons and keepers, and restart, while programs work, which must notice nothing.
 
-    hold: a user holds a directory of the mount all the time. Returns how long calls waited after the deaths of daemons.
+    names: as for at_work(). memory: of the device; what does not fit is evicted. hold: a user holds a directory of the
+    mount all the time. Returns how long calls waited after the deaths of daemons.
     """
     chance = random.Random(seed)
     waits = []
-    with mounted(folder / "mount", "--memory", "3G") as mount:
+    with mounted(folder / "mount", "--evict", "--host-memory", "256M", memory=memory) as mount:
         holding = _holding(mount.device / "held") if hold else nullcontext()
-        with at_work(mount.device, folder, **environment) as running, holding:
+        with at_work(mount.device, folder, names, **environment) as running, holding:
             time.sleep(0.5)
             for number in range(rounds):
                 time.sleep(chance.random() * 0.5)
@@ -100,7 +110,7 @@ def kill_at_random(folder: Path, rounds: int, seed: int, *, hold: bool = False, 
                     waits.append(_kill_some(mount, chance))
                 failed = [name for name, program in running.items() if program.poll() is not None]
                 assert not failed, [running[name].communicate()[0] for name in failed]
-        for name in PROGRAMS:
+        for name in names:
             subprocess.run(["rm", "-r", str(mount.device / name)], check=True)
         wait_until(lambda: status(mount.path).devices[0].used_bytes == 0, PATIENCE, "the memory to be free")
     return waits

@@ -112,7 +112,10 @@ def private_bytes(process: Path) -> int:
 
 
 def sleep_and_wake(engine: Any, model: Path, parameters: dict[str, Any]) -> list[Any]:
-    """Returns the parked bytes of the published weights before, while and after the engine sleeps, and tokens then."""
+    """Returns the parked bytes of the published weights before, while and after the engine sleeps, and tokens then.
+
+    And after the weights alone have slept: tokens, and how many of the prompt were in the cache.
+    """
 
     def parked() -> int:
         return sum(int(os.getxattr(file, "user.gpufs.parked_bytes")) for file in model.parent.glob("sglang*/*"))
@@ -123,7 +126,11 @@ def sleep_and_wake(engine: Any, model: Path, parameters: dict[str, Any]) -> list
     found.append(parked())
     engine.resume_memory_occupation()
     output: Any = engine.generate(input_ids=PROMPT, sampling_params=parameters)
-    return [*found, parked(), output["output_ids"]]
+    found += [parked(), output["output_ids"]]
+    engine.release_memory_occupation(tags=["weights"])
+    engine.resume_memory_occupation(tags=["weights"])
+    output = engine.generate(input_ids=PROMPT, sampling_params=parameters)
+    return [*found, output["output_ids"], output["meta_info"]["cached_tokens"]]
 
 
 def try_to(attempt: str, engine: Any, model: str) -> str:

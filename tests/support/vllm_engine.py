@@ -24,8 +24,8 @@ class Settings(NamedTuple):
     """onednn: whether vLLM may move weights into oneDNN's forms. attempts: see `try_to`. options: more settings.
 
     stops: a folder, see `support.stops`. There are "load", "generate" and "end". updates: files with new weights, each
-    loaded while the engine runs. prompts: what to answer besides PROMPT. talks: answers what each line asks for, see
-    `talk`, instead.
+    loaded while the engine runs. prompts: what to answer besides PROMPT. conversation: the length of one, see
+    `converse`. talks: answers what each line asks for, see `talk`, instead.
     """
 
     model: str
@@ -37,6 +37,7 @@ class Settings(NamedTuple):
     stops: str | None = None
     updates: tuple[str, ...] = ()
     prompts: tuple[list[int], ...] = ()
+    conversation: int = 0
     talks: bool = False
 
 
@@ -45,7 +46,7 @@ class Outcome(NamedTuple):
 
     start_seconds: until the engine is there. load_seconds: of loading the model alone, which takes own_bytes of this
     process' memory (torch's on a GPU) and device_bytes of the whole device's. log: what the plug-in says. updated: the
-    tokens after each update, or why it failed. answers: to the prompts.
+    tokens after each update, or why it failed. answers: to the prompts. conversations: see `converse`.
     """
 
     tokens: list[int]
@@ -59,6 +60,7 @@ class Outcome(NamedTuple):
     log: list[str]
     updated: list[list[int] | str]
     answers: list[list[int]]
+    conversations: list[dict[str, Any]]
 
 
 def main() -> None:
@@ -105,7 +107,8 @@ def main() -> None:
     stop(settings.stops, "end")
     load = loads[0] if loads else (0.0, 0, 0)  # none where ranks are processes of their own
     answers = [generate(prompt) for prompt in settings.prompts]
-    outcome = Outcome(tokens, private, external, errors, start_seconds, *load, log, updated, answers)
+    conversations = converse(llm, settings.conversation) if settings.conversation else []
+    outcome = Outcome(tokens, private, external, errors, start_seconds, *load, log, updated, answers, conversations)
     print(json.dumps(outcome._asdict()), file=sys.__stdout__, flush=True)
 
 
@@ -178,6 +181,69 @@ def finish(llm: Any) -> str:
         return str(error)
     llm.reset_prefix_cache()
     return ""
+
+
+def converse(llm: Any, length: int) -> list[dict[str, Any]]:
+    """Has the second turn of a conversation after the engine has slept: not at all, with its KV cache, without it.
+
+    Each is a few times. The engine also sleeps in the middle of the answer where it keeps its cache. Returns for each:
+    way; tokens of both turns; hits: of the prefix cache; sleep, wake, first: seconds, the last until the first token;
+    freed: bytes of the device while it slept; pinned: bytes of host memory then.
+    """
+    import torch
+    from vllm import SamplingParams
+
+    on_gpu = torch.cuda.is_available()
+    found: list[dict[str, Any]] = []
+
+    def free() -> int:
+        return int(torch.cuda.mem_get_info()[0]) if on_gpu else 0
+
+    def sleep(way: str) -> dict[str, Any]:
+        if way == "awake":
+            return {"sleep": 0.0, "wake": 0.0, "freed": 0, "pinned": 0}
+        before, start = free(), time.perf_counter()
+        if way == "kept":
+            llm.sleep(0, mode="keep")
+            llm.collective_rpc("sleep", kwargs={"level": 0})
+        else:
+            llm.sleep(1)
+        asleep = time.perf_counter()
+        freed = free() - before
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        wake = time.perf_counter()
+        if way == "kept":
+            llm.collective_rpc("wake_up")
+            llm.wake_up(["scheduling"])
+        else:
+            llm.wake_up()
+        return {"sleep": asleep - start, "wake": time.perf_counter() - wake, "freed": freed, "pinned": pinned}
+
+    def generate(prompt: list[int], count: int, way: str = "awake") -> list[int]:
+        parameters = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
+        llm.enqueue([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
+        for _ in range(count // 2):
+            assert not llm.llm_engine.step()  # outputs come at the end
+        sleep(way)
+        (output,) = llm.wait_for_completion(use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    def hits() -> int:
+        return sum(int(each.value) for each in llm.get_metrics() if each.name == "vllm:prefix_cache_hits")
+
+    prompt = [number * 37 % 2000 for number in range(length)]
+    for _ in range(3):
+        for way in ("awake", "kept", "dropped"):
+            llm.reset_prefix_cache()
+            turns = [*prompt, *generate(prompt, 32), 7, 8, 9]
+            slept, before, start = sleep(way), hits(), time.perf_counter()
+            generate(turns, 1)
+            first, after = time.perf_counter() - start, hits()
+            answer = generate(turns, 64, "kept" if way == "kept" else "awake")
+            found.append(
+                {"way": way, "tokens": [*turns[length:], *answer], "hits": after - before, "first": first, **slept}
+            )
+    return found
 
 
 def talk(llm: Any, generate: Callable[[], list[int]]) -> None:

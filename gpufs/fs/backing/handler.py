@@ -6,7 +6,7 @@ import stat
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from errno import ELOOP, ENODATA, EOPNOTSUPP, EPERM, EROFS, ESTALE, EXDEV
+from errno import ELOOP, ENODATA, EOPNOTSUPP, EPERM, ERANGE, EROFS, ESTALE, EXDEV
 from typing import Final
 
 from gpufs import syscalls
@@ -15,7 +15,7 @@ from gpufs.fs.backing import open_files
 from gpufs.fs.backing.calls import HostCalls, with_daemons_rights
 from gpufs.fs.backing.inodes import FIRST_INODE, BackingNode, Found, HostInodes, Share
 from gpufs.fs.backing.open_files import OpenFiles
-from gpufs.fs.requests import ROOT_INODE, Caller, Changes, Handles, InodeReply, Listing, Opened, Replies
+from gpufs.fs.requests import ROOT_INODE, Caller, Changes, Handles, InodeReply, Listing, Opened, entry_reply, host_reply
 from gpufs.syscalls import os_error
 
 DIRECTORY_NAME: Final = b"backing"
@@ -54,6 +54,15 @@ def _change_mode(node: BackingNode, wanted: int) -> None:
         os.chmod(node.link, wanted)
 
 
+def _fitting(value: bytes, size: int) -> bytes:
+    """An extended attribute, or a list of their names, as far as there is room for it; for size 0 only its length."""
+    if size == 0:
+        return struct.pack("=I4x", len(value))
+    if len(value) > size:
+        raise os_error(ERANGE)
+    return value
+
+
 def _read_link(node: BackingNode, share: BackingNode) -> bytes:
     """Return the target of a symbolic link. ELOOP if it is absolute, or leads out of the share from its place."""
     target = os.readlink(b"", dir_fd=node.fd)
@@ -85,7 +94,7 @@ class _ShareListing(Opened):
     handler: "BackingHandler"
 
     async def readdir(self, start: int, listing: Listing) -> None:
-        above = self.handler.replies.entry(FIRST_INODE, stat.S_IFDIR)
+        above = entry_reply(FIRST_INODE, stat.S_IFDIR)
         for cookie, name in ((1, b"."), (2, b"..")):
             if start < cookie and not listing.add(name, above, cookie):
                 return
@@ -103,7 +112,6 @@ class BackingHandler:
         self,
         mount: Mount,
         handles: Handles,
-        replies: Replies,
         shares: Sequence[Share],
         *,
         st_dev: int,
@@ -113,7 +121,6 @@ class BackingHandler:
         """``st_dev``: the mount's device number. OSError, with the path, if a directory cannot be opened."""
         self._mount = mount
         self._handles = handles
-        self.replies = replies
         self._inodes = HostInodes(st_dev)
         self._calls = HostCalls(self._inodes)
         self._files = OpenFiles(mount, handles, self._calls)
@@ -152,12 +159,12 @@ class BackingHandler:
         """Return the reply that gives the kernel one more reference; takes the descriptor over."""
         node = self._inodes.meet(opened, parent.share, None if name == open_files.UNNAMED else (parent.ino, name))
         node.lookups += 1
-        return self.replies.host_entry(node.ino, opened[1])
+        return host_reply(node.ino, opened[1])
 
     def share_reply(self, name: bytes) -> InodeReply:
         """Return the reply for a shown directory, without asking its server: the kernel asks for attributes itself."""
         node, status = self.shares[name]
-        return self.replies.host_entry(node.ino, status, lasts=False)
+        return host_reply(node.ino, status, lasts=False)
 
     async def _find(self, uid: int, parent: BackingNode, name: bytes) -> InodeReply:
         return self._adopt(await self._calls.look_up(uid, parent, name), parent, name)
@@ -174,9 +181,9 @@ class BackingHandler:
             if name in (b".", b".."):
                 ino = FIRST_INODE if name == b"." else ROOT_INODE
                 self._mount.inode_hold(ino)
-                return self.replies.entry(ino, stat.S_IFDIR)
+                return entry_reply(ino, stat.S_IFDIR)
             if name not in self.shares:
-                return self.replies.no_entry
+                return entry_reply(0, 0)
             self.shares[name][0].lookups += 1
             return self.share_reply(name)
         parent = self._node(parent_inode)
@@ -185,7 +192,7 @@ class BackingHandler:
         try:
             return await self._find(caller.uid, parent, name)
         except FileNotFoundError:
-            return self.replies.no_entry
+            return entry_reply(0, 0)
 
     def forget(self, inode: int, count: int) -> None:
         node = self._inodes.get(inode)
@@ -193,15 +200,14 @@ class BackingHandler:
             self._inodes.forget(node, count)
 
     async def create(
-        self, parent_inode: int, name: bytes, mode: int, flags: int, caller: Caller
+        self, parent_inode: int, name: bytes, mode: int, flags: int, umask: int, caller: Caller
     ) -> tuple[int, InodeReply]:
         with self._files.count.entered(caller.uid):
-            return await self._create(self._changeable(parent_inode), name, mode, flags, caller)
+            return await self._create(self._changeable(parent_inode), name, mode, flags, umask, caller)
 
     async def _create(
-        self, parent: BackingNode, name: bytes, mode: int, flags: int, caller: Caller
+        self, parent: BackingNode, name: bytes, mode: int, flags: int, umask: int, caller: Caller
     ) -> tuple[int, InodeReply]:
-        umask = caller.umask
         fd, opened = await self._calls.run_as_caller(
             caller, parent, lambda: self._files.create(parent, name, mode, flags, umask)
         )
@@ -217,27 +223,24 @@ class BackingHandler:
             self.forget(node.ino, 1)  # the kernel does not get the reference
             raise
 
-    async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, caller: Caller) -> InodeReply:
-        umask = caller.umask
-
+    async def mknod(
+        self, parent_inode: int, mode: int, rdev: int, umask: int, name: bytes, caller: Caller
+    ) -> InodeReply:
         def make(parent: BackingNode) -> None:
             os.mknod(name, stat.S_IFMT(mode) | open_files.new_mode(parent, mode, umask), rdev, dir_fd=parent.fd)
 
         return await self._make(parent_inode, name, caller, make)
 
-    async def mkdir(self, parent_inode: int, name: bytes, mode: int, caller: Caller) -> InodeReply:
-        umask = caller.umask
-        return await self._make(
-            parent_inode,
-            name,
-            caller,
-            lambda parent: os.mkdir(name, open_files.new_mode(parent, mode, umask), dir_fd=parent.fd),
-        )
+    async def mkdir(self, parent_inode: int, mode: int, umask: int, name: bytes, caller: Caller) -> InodeReply:
+        def make(parent: BackingNode) -> None:
+            os.mkdir(name, open_files.new_mode(parent, mode, umask), dir_fd=parent.fd)
+
+        return await self._make(parent_inode, name, caller, make)
 
     async def symlink(self, parent_inode: int, name: bytes, target: bytes, caller: Caller) -> InodeReply:
         return await self._make(parent_inode, name, caller, lambda parent: os.symlink(target, name, dir_fd=parent.fd))
 
-    async def link(self, inode: int, new_parent_inode: int, new_name: bytes, caller: Caller) -> InodeReply:
+    async def link(self, new_parent_inode: int, inode: int, new_name: bytes, caller: Caller) -> InodeReply:
         node, parent = self._node(inode), self._node(new_parent_inode)
         if node.share is not parent.share:
             raise os_error(EXDEV)
@@ -262,37 +265,28 @@ class BackingHandler:
         parent = self._changeable(parent_inode)
         await self._calls.run_as_caller(caller, parent, lambda: os.rmdir(name, dir_fd=parent.fd))
 
-    async def rename(
-        self,
-        parent_inode_old: int,
-        name_old: bytes,
-        parent_inode_new: int,
-        name_new: bytes,
-        flags: int,
-        caller: Caller,
+    async def rename(self, old_parent: int, new_parent: int, old_name: bytes, new_name: bytes, caller: Caller) -> None:
+        await self.rename2(old_parent, new_parent, 0, old_name, new_name, caller)
+
+    async def rename2(
+        self, old_parent: int, new_parent: int, flags: int, old_name: bytes, new_name: bytes, caller: Caller
     ) -> None:
-        old, new = self._node(parent_inode_old), self._node(parent_inode_new)
+        old, new = self._node(old_parent), self._node(new_parent)
         if old.share is not new.share:
             raise os_error(EXDEV)
-        self._changeable(parent_inode_old)
+        self._changeable(old_parent)
         await self._calls.run_as_caller(
-            caller, old, lambda: syscalls.renameat2(old.fd, name_old, new.fd, name_new, flags), new
+            caller, old, lambda: syscalls.renameat2(old.fd, old_name, new.fd, new_name, flags), new
         )
 
     # ---- attributes ----
 
-    async def getattr(self, inode: int, caller: Caller) -> InodeReply:
+    async def getattr(self, inode: int, caller: Caller) -> bytes:
         node = self._node(inode)
         status = await self._calls.run(caller.uid, node, lambda: os.fstat(node.fd))
-        return self.replies.host_entry(inode, status)
+        return host_reply(inode, status).attributes()
 
-    async def setattr(
-        self,
-        inode: int,
-        asked: Changes,
-        fh: int | None,
-        caller: Caller,
-    ) -> InodeReply:
+    async def setattr(self, inode: int, asked: Changes, fh: int | None, caller: Caller) -> bytes:
         node = self._changeable(inode)
         mode, uid, gid = asked.mode, asked.uid, asked.gid
         size, atime, mtime = asked.size, asked.atime, asked.mtime
@@ -345,23 +339,23 @@ class BackingHandler:
         node = self._changeable(inode)
         await self._calls.run_as_caller(caller, node, lambda: os.setxattr(node.link, name, value, flags))
 
-    async def getxattr(self, inode: int, name: bytes, caller: Caller) -> bytes:
+    async def getxattr(self, inode: int, size: int, name: bytes, caller: Caller) -> bytes:
         node = self._node(inode)
         try:
-            return await self._calls.run_as_caller(caller, node, lambda: os.getxattr(node.link, name))
+            return _fitting(await self._calls.run_as_caller(caller, node, lambda: os.getxattr(node.link, name)), size)
         except OSError as failure:
             # On a file system without access control lists the kernel's permission check would fail with this.
             if failure.errno == EOPNOTSUPP and name in _ACLS:
                 raise os_error(ENODATA) from None
             raise
 
-    async def listxattr(self, inode: int, caller: Caller) -> Sequence[bytes]:
+    async def listxattr(self, inode: int, size: int, caller: Caller) -> bytes:
         node = self._node(inode)
         names = await self._calls.run_as_caller(caller, node, lambda: os.listxattr(node.link))
         # The daemon sees all of them, the caller perhaps not.
         if any(name.startswith(_TRUSTED) for name in names) and caller.uid != 0:
             names = [name for name in names if not name.startswith(_TRUSTED)]
-        return [os.fsencode(name) for name in names]
+        return _fitting(b"".join(os.fsencode(name) + b"\0" for name in names), size)
 
     async def removexattr(self, inode: int, name: bytes, caller: Caller) -> None:
         node = self._changeable(inode)
@@ -382,7 +376,7 @@ class BackingHandler:
         with count.entered(caller.uid):
             fd = await self._calls.run_as_caller(caller, node, lambda: os.open(node.link, flags))
         node.users += 1
-        above = self.replies.entry(node.ino, stat.S_IFDIR)
+        above = entry_reply(node.ino, stat.S_IFDIR)
         return self._handles.add(
             open_files.OpenDirectory(node, fd, caller.uid, self._calls, count, above, self._adopt, self.forget)
         )

@@ -55,14 +55,12 @@ def new_mode(parent: BackingNode, mode: int, umask: int) -> int:
 
 
 def _passed_on(flags: int) -> int:
-    """Return which of the caller's flags open(2) on the host gets."""
     flags &= ~_NOT_PASSED_ON
     # Access mode 3 needs the rights to read and write but allows neither, which the kernel enforces.
     return flags & ~os.O_WRONLY if flags & os.O_ACCMODE == os.O_ACCMODE else flags
 
 
 def _is_in_memory(fd: int) -> bool:
-    """Return whether a file lives only in the page cache."""
     try:
         return file_system_type(fd) in _IN_MEMORY
     except OSError:
@@ -271,7 +269,6 @@ class OpenFiles:
 
 
 def _names_in(directory: int) -> list[bytes]:
-    """Return what an open directory holds now."""
     with os.scandir(directory) as entries:  # from the beginning, wherever the descriptor's offset is
         return [os.fsencode(entry.name) for entry in entries]
 

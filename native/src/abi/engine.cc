@@ -26,12 +26,6 @@ static_assert(static_cast<int>(HipMemory::kPlain) == GPUFS_HIP_MEMORY_PLAIN);
 Result<std::shared_ptr<Engine>> Engine::open(const gpufs_engine_options& options) {
   constexpr std::uint64_t kLargestSlabFile = std::uint64_t{1} << 20;
   if (options.slab_file_bytes > kLargestSlabFile) return Status(EINVAL, "slab_file_bytes is more than 1 MiB");
-  if (options.hip_memory < 0 || options.hip_memory > GPUFS_HIP_MEMORY_PLAIN) {
-    return Status(EINVAL, "hip_memory must be auto, virtual or plain");
-  }
-  if (options.lock_policy < 0 || options.lock_policy > GPUFS_LOCK_MANDATORY) {
-    return Status(EINVAL, "lock_policy must be auto, off or mandatory");
-  }
   DriverOptions driver_options{options.devices,
                                options.memory_bytes,
                                std::chrono::milliseconds(options.keep_freed_ms),
@@ -309,8 +303,7 @@ gpufs_status gpufs_host_lock_info_get(gpufs_handle engine, const void* address, 
                                       gpufs_host_lock_info* info) {
   return with_handle<Engine>(engine, [&](Engine& found) -> Status {
     const HostLocks::Info known = TRY(found.host_locks()->info(address, bytes));
-    *info = {known.whole.start,     known.whole.bytes(),       known.references,
-             known.foreign ? 1 : 0, known.source_only ? 1 : 0, known.device_address};
+    *info = {known.foreign ? 1 : 0, known.device_address};
     return {};
   });
 }

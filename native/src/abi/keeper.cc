@@ -1,6 +1,5 @@
 // The functions of the C interface for the keeper of descriptors.
 
-#include <memory>
 #include <span>
 #include <vector>
 
@@ -44,7 +43,6 @@ gpufs_status gpufs_keeper_note(gpufs_handle keeper, uint32_t kind, const uint64_
                                int32_t fd) {
   return with_handle<KeeperLink>(keeper, [&](KeeperLink& link) -> Status {
     UniqueFd descriptor(fd);
-    if (count > keeper::kBatch) return Status(EINVAL, "a message has 200 numbers at most");
     link.note(static_cast<keeper::Kind>(kind), std::span(numbers, count), std::move(descriptor));
     return {};
   });

@@ -115,7 +115,6 @@ extern "C" {
 gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* label, int64_t placement,
                               gpufs_handle* lease) {
   return with_handle<Buffer>(buffer, [&](Buffer& found) -> Status {
-    if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_LEASE_LOCAL}) != 0) return Status(EINVAL, "unknown flags");
     const std::optional<std::uint64_t> wanted = TRY(placement_of(placement));
     const gpufs_handle owner = TRY(HandleTable::instance().owner_of(buffer));
     return open_handle(found.lease((flags & GPUFS_LEASE_WRITE) != 0, (flags & GPUFS_LEASE_LOCAL) == 0,
@@ -127,7 +126,6 @@ gpufs_status gpufs_lease_open(gpufs_handle buffer, uint32_t flags, const char* l
 gpufs_status gpufs_lease_open_again(gpufs_handle mount, uint64_t ino, uint32_t flags, uint64_t bytes, const char* label,
                                     int64_t placement, gpufs_handle* lease) {
   return with_handle<fuse::Mount>(mount, [&](fuse::Mount& found) -> Status {
-    if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE}) != 0) return Status(EINVAL, "unknown flags");
     const std::shared_ptr<fuse::Inode> inode = found.table().find(ino);
     if (!inode || !inode->buffer()) return Status(ENOENT, "no file with the inode " + std::to_string(ino));
     return open_handle(inode->buffer()->lease((flags & GPUFS_LEASE_WRITE) != 0, /*exports=*/true,
@@ -161,8 +159,6 @@ gpufs_status gpufs_lease_pieces(gpufs_handle lease, uint64_t from, gpufs_shared_
 gpufs_status gpufs_mapping_open(const char* driver, const char* pci_address, uint32_t flags, uint64_t reserve_bytes,
                                 gpufs_handle* mapping) {
   return catch_all([&]() -> Status {
-    if ((flags & ~std::uint32_t{GPUFS_LEASE_WRITE | GPUFS_MAPPING_PRIVATE}) != 0)
-      return Status(EINVAL, "unknown flags");
     const ImportAccess access = (flags & GPUFS_MAPPING_PRIVATE) != 0 ? ImportAccess::kPrivate
                                 : (flags & GPUFS_LEASE_WRITE) != 0   ? ImportAccess::kWrite
                                                                      : ImportAccess::kRead;

@@ -1,7 +1,6 @@
 // The mount, inode and file functions of the C interface.
 
 #include <fcntl.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -37,9 +36,6 @@
 namespace gpufs {
 namespace {
 
-// Sleeping costs less than spinning for longer waits, whatever the machine.
-constexpr double kLongestSpin = 0.01;
-
 static_assert(static_cast<int>(fuse::AccessTimes::kNever) == GPUFS_NOATIME);
 
 // Calls body(mount, inode), see status_of(). ENOENT without this inode.
@@ -71,22 +67,10 @@ gpufs_status gpufs_mount_open(gpufs_handle engine, const gpufs_mount_options* op
   return catch_all([&]() -> Status {
     UniqueFd device(options->fuse_fd);
     UniqueFd relay(options->relay_fd);
-    if (options->reader_threads < 0 || options->worker_threads < 0) {
-      return Status(EINVAL, "a negative number of threads");
-    }
-    if (!(options->reader_spin >= 0 && options->reader_spin <= kLongestSpin)) {
-      return Status(EINVAL, "readers may spin for 0 to 0.01 seconds");
-    }
     std::shared_ptr<Engine> owner = TRY(HandleTable::instance().get<Engine>(engine));
 
     fuse::MountOptions chosen;
-    chosen.reader_threads = static_cast<std::size_t>(options->reader_threads);
-    chosen.worker_threads = static_cast<std::size_t>(options->worker_threads);
-    chosen.reader_spin = std::chrono::nanoseconds(static_cast<std::int64_t>(options->reader_spin * 1e9));
-    chosen.max_write = options->max_write;
     chosen.mask_flags = options->mask_flags;
-    chosen.entry_timeout = options->entry_timeout;
-    chosen.attribute_timeout = options->attribute_timeout;
     chosen.metadata_bytes = options->metadata_bytes;
     chosen.user_bytes = options->user_bytes;
     // The memory of requests is locked if a vendor's runtime copies from and to it.
@@ -161,7 +145,6 @@ gpufs_status gpufs_mount_busiest(gpufs_handle mount, gpufs_file_activity* files,
 
 gpufs_status gpufs_mount_access_times(gpufs_handle mount, int32_t policy, int32_t not_directories) {
   return with_handle<Mount>(mount, [&](Mount& found) -> Status {
-    if (policy < GPUFS_RELATIME || policy > GPUFS_NOATIME) return Status(EINVAL, "unknown policy of access times");
     found.table().set_access_times(static_cast<fuse::AccessTimes>(policy), not_directories != 0);
     return {};
   });
@@ -249,7 +232,6 @@ gpufs_status gpufs_mount_buffer(gpufs_handle mount, uint64_t ino, gpufs_handle* 
 
 gpufs_status gpufs_quota_user(gpufs_handle mount, int32_t device, uint32_t uid, int64_t limit) {
   return with_handle<Mount>(mount, [&](Mount& found) -> Status {
-    if (limit < GPUFS_DEFAULT_LIMIT) return Status(EINVAL, "a negative limit");
     if (limit == GPUFS_DEFAULT_LIMIT) return found.table().limit_user(device, uid, std::nullopt);
     return found.table().limit_user(device, uid,
                                     limit == GPUFS_NO_LIMIT ? Account::kNoLimit : static_cast<std::uint64_t>(limit));
@@ -258,7 +240,6 @@ gpufs_status gpufs_quota_user(gpufs_handle mount, int32_t device, uint32_t uid, 
 
 gpufs_status gpufs_quota_directory(gpufs_handle mount, uint64_t ino, int64_t limit) {
   return with_handle<Mount>(mount, [&](Mount& found) -> Status {
-    if (limit < GPUFS_NO_LIMIT) return Status(EINVAL, "a negative limit");
     if (limit == GPUFS_NO_LIMIT) return found.names().limit_directory(ino, std::nullopt);
     return found.names().limit_directory(ino, static_cast<std::uint64_t>(limit));
   });
@@ -283,7 +264,6 @@ gpufs_status gpufs_quota_list(gpufs_handle mount, const gpufs_account** accounts
 
 gpufs_status gpufs_inode_register(gpufs_handle mount, uint64_t ino, const gpufs_foreign_memory* memory) {
   return with_inode(mount, ino, [&](Mount& found, Inode& inode) -> Status {
-    if (memory->kind < GPUFS_SHARE_FILE || memory->kind > GPUFS_SHARE_IPC) return Status(EINVAL, "no kind of memory");
     ForeignMemory wanted;
     wanted.kind = static_cast<ShareKind>(memory->kind);
     if (memory->kind == GPUFS_SHARE_FILE) {

@@ -25,15 +25,9 @@ namespace {
 
 static_assert(static_cast<int>(Switch::kOn) == GPUFS_ON && static_cast<int>(Switch::kOff) == GPUFS_OFF);
 
-Result<FastpathMode> fastpath_mode(std::int32_t value) {
-  if (value < GPUFS_AUTO || value > GPUFS_REQUIRE) return Status(EINVAL, "fastpath must be auto, off or require");
+FastpathMode fastpath_mode(std::int32_t value) {
   if (value == GPUFS_REQUIRE) return FastpathMode::kRequire;
   return value == GPUFS_OFF ? FastpathMode::kOff : FastpathMode::kAuto;
-}
-
-Result<Switch> three_way(std::int32_t value, const char* name) {
-  if (value < GPUFS_AUTO || value > GPUFS_OFF) return Status(EINVAL, std::string(name) + " must be auto, on or off");
-  return static_cast<Switch>(value);
 }
 
 // Splits "nfs4,lustre".
@@ -50,13 +44,8 @@ Result<IoOptions> options_from(const gpufs_io_options& given) {
   if (given.chunk_bytes != 0) options.chunk_bytes = static_cast<std::size_t>(given.chunk_bytes);
   if (given.pinned_bytes != 0) options.pinned_bytes = given.pinned_bytes;
   options.workers = given.workers;
-  if (given.slots != 0) options.slots = given.slots;
-  options.fastpath = TRY(fastpath_mode(given.fastpath));
-  Switch fallback = TRY(three_way(given.fallback, "fallback"));
-  options.fallback = fallback != Switch::kOff;
-  options.direct = TRY(three_way(given.direct, "direct"));
+  options.fastpath = fastpath_mode(given.fastpath);
   options.file_systems = file_systems_from(given.file_systems);
-  options.fastpath_min_bytes = given.fastpath_min_bytes;
   return options;
 }
 
@@ -81,44 +70,34 @@ Result<TransferRequest> transfer_request_from(const Engine& engine, const gpufs_
   TransferRequest request;
   request.file = TRY(handles.get<BackingFile>(given.backing));
   if (given.buffer != 0) {
-    Result<std::shared_ptr<Buffer>> buffer = handles.get<Buffer>(given.buffer);
-    if (!buffer.ok()) return buffer.status();
+    const std::shared_ptr<Buffer> buffer = TRY(handles.get<Buffer>(given.buffer));
     const auto& devices = engine.devices();
-    if (std::find(devices.begin(), devices.end(), buffer.value()->device()) == devices.end()) {
+    if (std::find(devices.begin(), devices.end(), buffer->device()) == devices.end()) {
       return Status(EXDEV, "the buffer belongs to another engine");
     }
-    request.target = buffer.take();
+    request.target = buffer;
   } else {
-    Result<std::shared_ptr<DeviceContext>> device = engine.device(given.device);
-    if (!device.ok()) return device.status();
+    const std::shared_ptr<DeviceContext> device = TRY(engine.device(given.device));
     if (given.address == 0) return Status(EINVAL, "neither a buffer nor an address was given");
     if (given.address_bytes > std::numeric_limits<std::uint64_t>::max() - given.address) {
       return Status(EINVAL, "the device memory's address and size overflow");
     }
-    request.target = program_memory(device.take(), given.address, given.address_bytes);
+    request.target = program_memory(device, given.address, given.address_bytes);
   }
   request.file_offset = given.file_offset;
   request.target_offset = given.buffer_offset;
   request.bytes = given.bytes;
-  if (given.direction != GPUFS_LOAD && given.direction != GPUFS_STORE) return Status(EINVAL, "unknown direction");
   request.direction = given.direction == GPUFS_LOAD ? Direction::kLoad : Direction::kStore;
-  if (given.sync < GPUFS_SYNC_NONE || given.sync > GPUFS_SYNC_FULL) return Status(EINVAL, "unknown kind of sync");
   // A device has nothing to make durable.
   request.sync = request.direction == Direction::kStore ? static_cast<SyncMode>(given.sync) : SyncMode::kNone;
   request.sparse = given.sparse != 0;
-  if (given.fastpath != GPUFS_AUTO) {
-    request.fastpath = TRY(fastpath_mode(given.fastpath));
-  }
-  Switch fallback = TRY(three_way(given.fallback, "fallback"));
-  if (fallback != Switch::kAuto) request.fallback = fallback == Switch::kOn;
+  if (given.fastpath != GPUFS_AUTO) request.fastpath = fastpath_mode(given.fastpath);
   if (given.share < 0) return Status(EINVAL, "share must not be negative");
   request.share = given.share;
   request.client = given.client;
   return request;
 }
 
-constexpr std::uint32_t kKnownFlags =
-    GPUFS_STREAM_FIXED_BUFFER_OFFSET | GPUFS_STREAM_FIXED_FILE_OFFSET | GPUFS_STREAM_FIXED_SIZE | GPUFS_STREAM_ALIGNED;
 // An engine takes at most so many: a program that submits for ever fails, and not the system.
 constexpr std::uint64_t kMostOperations = std::uint64_t{1} << 22;
 
@@ -127,19 +106,9 @@ Result<std::shared_ptr<AsyncEngine>> operations_of(gpufs_handle engine) {
   return found->operations();
 }
 
-Result<StreamPromises> promises_from(std::uint32_t flags) {
-  if ((flags & ~kKnownFlags) != 0) return Status(EINVAL, "unknown flags of a stream");
+StreamPromises promises_from(std::uint32_t flags) {
   return StreamPromises{(flags & GPUFS_STREAM_FIXED_BUFFER_OFFSET) != 0, (flags & GPUFS_STREAM_FIXED_FILE_OFFSET) != 0,
                         (flags & GPUFS_STREAM_FIXED_SIZE) != 0, (flags & GPUFS_STREAM_ALIGNED) != 0};
-}
-
-std::uint32_t flags_of(const StreamPromises& promises) {
-  std::uint32_t flags = 0;
-  if (promises.fixed_target_offset) flags |= GPUFS_STREAM_FIXED_BUFFER_OFFSET;
-  if (promises.fixed_file_offset) flags |= GPUFS_STREAM_FIXED_FILE_OFFSET;
-  if (promises.fixed_bytes) flags |= GPUFS_STREAM_FIXED_SIZE;
-  if (promises.aligned) flags |= GPUFS_STREAM_ALIGNED;
-  return flags;
 }
 
 // What the handle of a queue stands for: the queue, and the engine that its operations' handles belong to.
@@ -244,9 +213,6 @@ gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_option
     if (options->operations != 0) wanted.operations = static_cast<std::size_t>(options->operations);
     if (options->stream_depth != 0) wanted.stream_depth = static_cast<std::size_t>(options->stream_depth);
     if (options->timeout_ms >= 0) wanted.timeout = timeout_of(options->timeout_ms);
-    if (options->stream_waits != GPUFS_AUTO && options->stream_waits != GPUFS_OFF) {
-      return Status(EINVAL, "stream_waits must be auto or off");
-    }
     if (options->stream_waits == GPUFS_OFF) wanted.stream_waits = Switch::kOff;
     return found.configure_operations(wanted);
   });
@@ -255,7 +221,7 @@ gpufs_status gpufs_async_configure(gpufs_handle engine, const gpufs_async_option
 gpufs_status gpufs_stream_open(gpufs_handle engine, int32_t device, const uint64_t* native, uint32_t flags,
                                gpufs_handle* stream) {
   return catch_all([&]() -> Status {
-    StreamPromises promises = TRY(promises_from(flags));
+    const StreamPromises promises = promises_from(flags);
     std::shared_ptr<AsyncEngine> operations = TRY(operations_of(engine));
     return open_handle<OperationStream>(
         native == nullptr ? operations->create_stream(device, promises)
@@ -270,7 +236,6 @@ gpufs_status gpufs_stream_info_get(gpufs_handle stream, gpufs_stream_info* info)
     info->native = found.native();
     info->outstanding = found.outstanding();
     info->device = found.device()->info().index;
-    info->flags = flags_of(found.promises());
     info->waits_for_values = found.waits_for_values() ? 1 : 0;
   });
 }

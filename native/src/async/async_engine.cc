@@ -174,8 +174,7 @@ Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::v
     TRY(Operation::check(entries[number].request, entries[number].stream.get()));
   }
   *bad = 0;
-  Status status = reserve(entries.size());
-  if (!status.ok()) return status;
+  TRY(reserve(entries.size()));
   ScopeGuard unreserve_all([this, count = entries.size()] { unreserve(count); });
   std::vector<std::shared_ptr<Operation>> operations;
   operations.reserve(entries.size());
@@ -190,7 +189,7 @@ Status AsyncEngine::submit(const std::shared_ptr<CompletionQueue>& queue, std::v
       start(operation);
       continue;
     }
-    status = operation->stream()->submit(operation, options_.stream_depth, options_.timeout);
+    Status status = operation->stream()->submit(operation, options_.stream_depth, options_.timeout);
     if (status.ok()) continue;
     if (operation == operations.front()) {
       for (const std::shared_ptr<Operation>& each : operations) (void)each->retract();

@@ -1,6 +1,5 @@
 #include "async/completion_queue.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <string>
 #include <utility>

@@ -339,8 +339,7 @@ void OperationStream::forget(const Operation& operation) {
 
 Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std::size_t depth,
                                std::chrono::milliseconds timeout) {
-  Status status = reserve(depth, timeout);
-  if (!status.ok()) return status;
+  TRY(reserve(depth, timeout));
   const std::lock_guard submitting(submit_mutex_);
   Outstanding entry{last_number_ + 1, false};
   {
@@ -365,7 +364,7 @@ Status OperationStream::submit(const std::shared_ptr<Operation>& operation, std:
     if (fills) record();
   });
   // Before anything is queued: a graph would repeat it at each launch.
-  status = stream_->check_capture();
+  Status status = stream_->check_capture();
   fills = status.ok() && entry.waits;
   // A stream waits in the queue of its last work. If that was a copy, copies of other streams would wait behind it, so
   // here is a fill, which goes by a queue for kernels: the bound on blocked streams leaves others enough of those.

@@ -1,7 +1,6 @@
 #include "drivers/driver.h"
 
-#include "drivers/cuda/cuda_driver.h"
-#include "drivers/hip/hip_driver.h"
+#include "drivers/hip/hip_library.h"
 #include "drivers/host/host_device.h"
 
 namespace gpufs {
@@ -16,14 +15,14 @@ Status unknown_driver(const std::string& name) {
 Result<std::unique_ptr<Driver>> open_driver(const std::string& name, const DriverOptions& options) {
   if (name == "host") return open_host_driver(options);
   if (name == "cuda") return open_cuda_driver(options);
-  if (name == "hip") return open_hip_driver(options);
+  if (name == "hip") return open_hip_driver(options, hip::Library::names());
   return unknown_driver(name);
 }
 
 Result<std::shared_ptr<Device>> open_device(const std::string& driver, const std::string& pci_address) {
   if (driver == "host") return open_host_device(pci_address);
   if (driver == "cuda") return open_cuda_device(pci_address);
-  if (driver == "hip") return open_hip_device(pci_address);
+  if (driver == "hip") return open_hip_device(pci_address, hip::Library::names());
   return unknown_driver(driver);
 }
 

@@ -422,4 +422,15 @@ Result<std::unique_ptr<Driver>> open_driver(const std::string& name, const Drive
 // with a message for users, if this process does not see the device.
 Result<std::shared_ptr<Device>> open_device(const std::string& driver, const std::string& pci_address);
 
+// The same for one vendor, whose library tests replace. cuda: every device that libcuda shows (CUDA_VISIBLE_DEVICES is
+// libcuda's own affair). hip: by the first of the candidates that works.
+Result<std::unique_ptr<Driver>> open_cuda_driver(const DriverOptions& options,
+                                                 const std::string& library = "libcuda.so.1");
+Result<std::shared_ptr<Device>> open_cuda_device(const std::string& pci_address,
+                                                 const std::string& library = "libcuda.so.1");
+Result<std::unique_ptr<Driver>> open_hip_driver(const DriverOptions& options,
+                                                const std::vector<std::string>& candidates);
+Result<std::shared_ptr<Device>> open_hip_device(const std::string& pci_address,
+                                                const std::vector<std::string>& candidates);
+
 }  // namespace gpufs

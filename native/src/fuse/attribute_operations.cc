@@ -67,7 +67,7 @@ void AttributeOperations::reply_attributes(const Inode& inode, Responder& respon
   fuse_attr_out out{};
   out.attr.ino = inode.ino();
   fill_attr(inode.attributes(), out.attr);
-  validity_.fill(out.attr.mode, out);
+  if (may_be_cached(out.attr.mode)) out.attr_valid = kValidSeconds;
   responder.body(out);
 }
 
@@ -78,7 +78,7 @@ void AttributeOperations::getattr(const Target& inode, Request& /*request*/, Res
 void AttributeOperations::statx(const Target& inode, Request& /*request*/, Responder responder) {
   StatxOut out{};
   out.stat = statx_of(inode->attributes(), inode->birth());
-  validity_.fill(out.stat.mode, out);
+  if (may_be_cached(out.stat.stx_mode)) out.attr_valid = kValidSeconds;
   responder.body(out);
 }
 
@@ -192,11 +192,6 @@ void AttributeOperations::reply_statfs(const Inode& inode, std::uint32_t uid, Re
 
 // ---- extended attributes ----
 
-int AttributeOperations::name_error(std::string_view name) const {
-  if (is_acl(name)) return init_.acls() ? 0 : EOPNOTSUPP;
-  return attribute_name_error(name);
-}
-
 void AttributeOperations::getxattr(const Target& inode, Request& request, Responder responder) {
   const auto in = request.arguments<fuse_getxattr_in>();
   const std::optional<std::string_view> name = request.text(sizeof(in));
@@ -206,7 +201,7 @@ void AttributeOperations::getxattr(const Target& inode, Request& request, Respon
     if (!text) return responder.error(ENODATA);
     return reply_value(in.size, std::as_bytes(std::span(*text)), responder);
   }
-  if (const int error = name_error(*name); error != 0) return responder.error(error);
+  if (const int error = attribute_name_error(*name); error != 0) return responder.error(error);
   std::optional<ExtendedAttributes::Value> value;
   {
     const Inode::Reader reader(*inode);
@@ -226,18 +221,17 @@ int AttributeOperations::change_attribute(Inode& inode, std::size_t most, Respon
 }
 
 void AttributeOperations::setxattr(const Target& inode, Request& request, Responder responder) {
-  const std::size_t fixed = init_.granted(kInitSetxattrExt) ? sizeof(SetxattrIn) : kSetxattrShort;
-  SetxattrIn in{};
-  const std::optional<std::string_view> given = request.text(fixed);
+  const auto in = request.arguments<fuse_setxattr_in>();
+  const std::optional<std::string_view> given = request.text(sizeof(in));
   if (!given) return responder.error(EINVAL);
   const std::string_view name = *given;
-  std::memcpy(static_cast<void*>(&in), request.message.data() + kBodyOffset, fixed);
-  const std::span<const std::byte> value = request.message.subspan(kBodyOffset + fixed + name.size() + 1);
+  const std::span<const std::byte> value = request.message.subspan(kBodyOffset + sizeof(in) + name.size() + 1);
   if (value.size() != in.size) return responder.error(EINVAL);
   if (inode->is_fixed() || name.starts_with(kVirtualAttributes)) return responder.error(EPERM);
-  if (const int error = name_error(name); error != 0) return responder.error(error);
+  if (const int error = attribute_name_error(name); error != 0) return responder.error(error);
   if (is_acl(name)) {
-    return responder.answer(set_acl(*inode, name, value, (in.setxattr_flags & kSetxattrAclKillSgid) != 0, responder));
+    return responder.answer(
+        set_acl(*inode, name, value, (in.setxattr_flags & FUSE_SETXATTR_ACL_KILL_SGID) != 0, responder));
   }
   const std::size_t most = name.size() + 1 + value.size() + ExtendedAttributes::kOverhead;
   const auto change = [&](Inode::State& state) {
@@ -289,7 +283,7 @@ void AttributeOperations::removexattr(const Target& inode, Request& request, Res
   if (!given) return responder.error(EINVAL);
   const std::string_view name = *given;
   if (inode->is_fixed() || name.starts_with(kVirtualAttributes)) return responder.error(EPERM);
-  if (const int error = name_error(name); error != 0) return responder.error(error);
+  if (const int error = attribute_name_error(name); error != 0) return responder.error(error);
   bool kill_set_gid = false;
   if (name == kAccessAcl) {
     const gpufs_attributes now = inode->attributes();

@@ -8,8 +8,6 @@
 #include <optional>
 #include <string_view>
 
-#include "fuse/attributes.h"
-#include "fuse/init_negotiation.h"
 #include "fuse/inode_table.h"
 #include "fuse/long_requests.h"
 #include "fuse/request.h"
@@ -20,9 +18,7 @@ class AttributeOperations {
  public:
   using Target = std::shared_ptr<Inode>;
 
-  // timeout: how long the kernel may cache attributes, in seconds.
-  AttributeOperations(InodeTable& table, LongRequests& long_requests, const InitNegotiation& init, double timeout)
-      : table_(table), long_requests_(long_requests), init_(init), validity_(Validity::of(timeout)) {}
+  AttributeOperations(InodeTable& table, LongRequests& long_requests) : table_(table), long_requests_(long_requests) {}
 
   void getattr(const Target& inode, Request& request, Responder responder);
   void statx(const Target& inode, Request& request, Responder responder);
@@ -34,8 +30,6 @@ class AttributeOperations {
   void removexattr(const Target& inode, Request& request, Responder responder);
 
  private:
-  // 0, or why no attribute can have this name.
-  [[nodiscard]] int name_error(std::string_view name) const;
   // An extended attribute, as InodeTable::change_metadata().
   template <typename Change>
   int change_attribute(Inode& inode, std::size_t most, Responder& request, Change change);
@@ -49,8 +43,6 @@ class AttributeOperations {
 
   InodeTable& table_;
   LongRequests& long_requests_;
-  const InitNegotiation& init_;
-  const Validity validity_;
 };
 
 }  // namespace gpufs::fuse

@@ -3,14 +3,13 @@
 #include <linux/stat.h>
 #include <sys/stat.h>
 
-#include <cmath>
 #include <ctime>
 
 namespace gpufs::fuse {
 
 namespace {
 
-SxTime sx_time(std::int64_t seconds, std::uint32_t nanoseconds) { return {seconds, nanoseconds, 0}; }
+statx_timestamp time_of(std::int64_t seconds, std::uint32_t nanoseconds) { return {seconds, nanoseconds, {}}; }
 
 }  // namespace
 
@@ -73,39 +72,33 @@ void fill_attr(const gpufs_attributes& attributes, fuse_attr& attr) {
   attr.blksize = attributes.blksize;
 }
 
-Validity Validity::of(double seconds) {
-  double whole = 0;
-  const double fraction = std::modf(seconds, &whole);
-  return {static_cast<std::uint64_t>(whole), static_cast<std::uint32_t>(fraction * 1e9)};
-}
-
-Statx statx_of(const gpufs_attributes& attributes, Timestamp birth) {
+struct statx statx_of(const gpufs_attributes& attributes, Timestamp birth) {
   fuse_attr attr{};
   attr.ino = attributes.ino;
   fill_attr(attributes, attr);
-  Statx stat = statx_of(attr);
-  stat.mask |= STATX_BTIME;
-  stat.btime = sx_time(birth.seconds, birth.nanoseconds);
+  struct statx stat = statx_of(attr);
+  stat.stx_mask |= STATX_BTIME;
+  stat.stx_btime = time_of(birth.seconds, birth.nanoseconds);
   return stat;
 }
 
-Statx statx_of(const fuse_attr& attr) {
-  Statx stat{};
-  stat.mask = STATX_BASIC_STATS;
-  stat.blksize = attr.blksize;
-  stat.nlink = attr.nlink;
-  stat.uid = attr.uid;
-  stat.gid = attr.gid;
-  stat.mode = static_cast<std::uint16_t>(attr.mode);
-  stat.ino = attr.ino;
-  stat.size = attr.size;
-  stat.blocks = attr.blocks;
-  stat.atime = sx_time(static_cast<std::int64_t>(attr.atime), attr.atimensec);
-  stat.ctime = sx_time(static_cast<std::int64_t>(attr.ctime), attr.ctimensec);
-  stat.mtime = sx_time(static_cast<std::int64_t>(attr.mtime), attr.mtimensec);
+struct statx statx_of(const fuse_attr& attr) {
+  struct statx stat {};
+  stat.stx_mask = STATX_BASIC_STATS;
+  stat.stx_blksize = attr.blksize;
+  stat.stx_nlink = attr.nlink;
+  stat.stx_uid = attr.uid;
+  stat.stx_gid = attr.gid;
+  stat.stx_mode = static_cast<std::uint16_t>(attr.mode);
+  stat.stx_ino = attr.ino;
+  stat.stx_size = attr.size;
+  stat.stx_blocks = attr.blocks;
+  stat.stx_atime = time_of(static_cast<std::int64_t>(attr.atime), attr.atimensec);
+  stat.stx_ctime = time_of(static_cast<std::int64_t>(attr.ctime), attr.ctimensec);
+  stat.stx_mtime = time_of(static_cast<std::int64_t>(attr.mtime), attr.mtimensec);
   // In the kernel's 32-bit encoding.
-  stat.rdev_major = (attr.rdev >> 8) & 0xfff;
-  stat.rdev_minor = (attr.rdev & 0xff) | ((attr.rdev >> 12) & 0xfff00);
+  stat.stx_rdev_major = (attr.rdev >> 8) & 0xfff;
+  stat.stx_rdev_minor = (attr.rdev & 0xff) | ((attr.rdev >> 12) & 0xfff00);
   return stat;
 }
 

@@ -61,26 +61,14 @@ enum class SetIdLoss : std::uint8_t {
 // kernel must ask for its attributes each time.
 [[nodiscard]] bool may_be_cached(std::uint32_t mode);
 
-// For how long the kernel may cache something, as replies have it.
-struct Validity {
-  std::uint64_t seconds = 0;
-  std::uint32_t nanoseconds = 0;
-
-  static Validity of(double seconds);
-  // How long attributes with this mode are valid, in a reply that says 0 so far.
-  template <typename T>
-  void fill(std::uint32_t mode, T& reply) const {
-    if (!may_be_cached(mode)) return;
-    reply.attr_valid = seconds;
-    reply.attr_valid_nsec = nanoseconds;
-  }
-};
+// For how many seconds the kernel may cache names and attributes.
+inline constexpr std::uint64_t kValidSeconds = 1;
 
 // Fills in all fields except the inode number and the flags.
 void fill_attr(const gpufs_attributes& attributes, fuse_attr& attr);
 // The same as statx(2) has it, with the time of birth.
-[[nodiscard]] Statx statx_of(const gpufs_attributes& attributes, Timestamp birth);
+[[nodiscard]] struct statx statx_of(const gpufs_attributes& attributes, Timestamp birth);
 // A reply to GETATTR as one to STATX, without a time of birth.
-[[nodiscard]] Statx statx_of(const fuse_attr& attr);
+[[nodiscard]] struct statx statx_of(const fuse_attr& attr);
 
 }  // namespace gpufs::fuse

@@ -212,7 +212,7 @@ void BackingOperations::write(const File& file, Request& request, Responder resp
                  // After some bytes the next write meets the error again; but the kernel does not look at the count of
                  // pages that it writes back.
                  if (!moved.status.ok() && (moved.bytes == 0 || pages)) return Answer{moved.status.error()};
-                 if ((in.write_flags & kWriteKillSetId) != 0) drop_set_id(file->fd.get(), writer);
+                 if ((in.write_flags & FUSE_WRITE_KILL_SUIDGID) != 0) drop_set_id(file->fd.get(), writer);
                  fuse_write_out out{};
                  out.size = static_cast<std::uint32_t>(moved.bytes);
                  Answer answer = answer_of(out);
@@ -277,7 +277,7 @@ void BackingOperations::copy(const File& from, const File& to, const Request& re
                  if (copied.value() > 0) drop_set_id_unless_kept(to->fd.get(), caller);
                  fuse_write_out narrow{};
                  narrow.size = static_cast<std::uint32_t>(copied.value());  // the length was clipped to 32 bits
-                 Answer answer = copy.wide ? answer_of(CopyFileRangeOut{copied.value()}) : answer_of(narrow);
+                 Answer answer = copy.wide ? answer_of(copied.value()) : answer_of(narrow);
                  answer.counter = &observe::EngineCounters::backing_copied_bytes;
                  answer.counted = copied.value();
                  return answer;

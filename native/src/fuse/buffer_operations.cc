@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <linux/falloc.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -14,7 +13,6 @@
 #include "base/log.h"
 #include "base/math.h"
 #include "base/pages.h"
-#include "device/device_context.h"
 #include "memory/account.h"
 #include "observe/trace.h"
 
@@ -200,7 +198,7 @@ void BufferOperations::write(const File& file, Request& request, Responder respo
   Inode& inode = *file->inode;
   const Caller caller = Caller::of(request.header);
   SetIdLoss loss = SetIdLoss::kNone;
-  if ((in.write_flags & kWriteKillSetId) != 0) {
+  if ((in.write_flags & FUSE_WRITE_KILL_SUIDGID) != 0) {
     loss = inode.set_id_bits_to_clear(caller);
   } else if ((in.write_flags & FUSE_WRITE_CACHE) == 0) {
     loss = inode.bare_set_gid_to_clear(caller);

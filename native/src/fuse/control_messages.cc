@@ -41,20 +41,6 @@ int statx_as_getattr(Request& request) {
   return 0;
 }
 
-// The control plane gets SETXATTR in its short form, whichever the kernel uses.
-int short_setxattr(Request& request, bool is_long) {
-  if (!is_long) return 0;
-  SetxattrIn in{};
-  if (!read_struct(request.message, kBodyOffset, &in)) return EINVAL;
-  constexpr std::size_t kDropped = sizeof(SetxattrIn) - kSetxattrShort;
-  // The header and the short form move up to the name.
-  std::memmove(request.message.data() + kDropped, request.message.data(), kBodyOffset + kSetxattrShort);
-  request.message = request.message.subspan(kDropped);
-  request.header.len = static_cast<std::uint32_t>(request.message.size());
-  write_struct(request.message, 0, request.header);
-  return 0;
-}
-
 // ---- replies ----
 
 // The references that a reply gives the kernel: entries and an open handle, by their place in the message.
@@ -117,7 +103,7 @@ void fill_entry(std::span<std::byte> message, std::size_t at, const InodeTable& 
 }
 
 std::uint32_t direct_flags(const InitNegotiation& init) {
-  return init.direct_io() ? kOpenDirectIo | kOpenParallelDirectWrites : 0;
+  return init.direct_io() ? FOPEN_DIRECT_IO | FOPEN_PARALLEL_DIRECT_WRITES : 0;
 }
 
 void set_open_flags(std::span<std::byte> message, std::size_t at, const InitNegotiation& init) {
@@ -127,21 +113,19 @@ void set_open_flags(std::span<std::byte> message, std::size_t at, const InitNego
     // Changes of the host's file by others must show here at once.
     out.open_flags = direct_flags(init);
   } else {
-    out.open_flags &= ~kOpenKeepCache;
+    out.open_flags &= ~std::uint32_t{FOPEN_KEEP_CACHE};
   }
   write_struct(message, at, out);
 }
 
 }  // namespace
 
-int adapt_request(Request& request, const InitNegotiation& init) {
+int adapt_request(Request& request) {
   switch (request.header.opcode) {
     case FUSE_TMPFILE:
       return tmpfile_as_create(request);
     case kOpcodeStatx:
       return statx_as_getattr(request);
-    case FUSE_SETXATTR:
-      return short_setxattr(request, init.granted(kInitSetxattrExt));
     default:
       return 0;
   }
@@ -167,7 +151,7 @@ std::span<const std::byte> adapt_reply(std::uint32_t opcode, std::span<std::byte
 
 std::uint32_t buffer_open_flags(const InitNegotiation& init) {
   // Opening a buffer shows its present content, never pages that an earlier open left in the cache.
-  return kOpenNoFlush | direct_flags(init);
+  return FOPEN_NOFLUSH | direct_flags(init);
 }
 
 KernelReferences references_in(std::uint32_t opcode, std::span<const std::byte> reply) {

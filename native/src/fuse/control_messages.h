@@ -16,7 +16,7 @@
 namespace gpufs::fuse {
 
 // Changes a request in place. 0, or the errno to answer with.
-int adapt_request(Request& request, const InitNegotiation& init);
+int adapt_request(Request& request);
 
 // Changes a successful reply in place, or makes another one in `memory`; returns the body for the kernel. A reply that
 // is too short stays as it is: the kernel judges it.

@@ -62,6 +62,7 @@ std::uint16_t group_class_of(std::span<const std::byte> acl) {
 }  // namespace
 
 int attribute_name_error(std::string_view name) {
+  if (is_acl(name)) return 0;
   const auto* const found =
       std::ranges::find_if(kNamespaces, [&](std::string_view prefix) { return name.starts_with(prefix); });
   if (found == kNamespaces.end()) return EOPNOTSUPP;

@@ -17,8 +17,7 @@ namespace gpufs::fuse {
 // Read-only ones that describe a file; stored nowhere.
 inline constexpr std::string_view kVirtualAttributes = "user.gpufs.";
 
-// 0, or why no attribute can have this name, access control lists apart: EOPNOTSUPP for another namespace, EINVAL for a
-// namespace alone.
+// 0, or why no attribute can have this name: EOPNOTSUPP for another namespace, EINVAL for a namespace alone.
 [[nodiscard]] int attribute_name_error(std::string_view name);
 
 class ExtendedAttributes {

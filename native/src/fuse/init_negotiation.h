@@ -35,7 +35,6 @@ class InitNegotiation {
   [[nodiscard]] bool granted(std::uint64_t flag) const { return (granted_.load() & flag) == flag; }
   // Buffers are opened for direct input and output only where such files can still be mapped.
   [[nodiscard]] bool direct_io() const { return granted(kInitDirectIoAllowMmap); }
-  [[nodiscard]] bool acls() const { return granted(kInitPosixAcl); }
 
  private:
   const Options options_;

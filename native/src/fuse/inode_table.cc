@@ -1,7 +1,6 @@
 #include "fuse/inode_table.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -12,7 +11,6 @@
 #include <utility>
 
 #include "base/log.h"
-#include "base/pages.h"
 #include "fuse/extended_attributes.h"
 
 namespace gpufs::fuse {
@@ -200,15 +198,13 @@ Status InodeTable::set(Inode& inode, const AttributeChanges& changes, Wait wait,
     TRY(inode.buffer()->resize(*changes.size, wait));
   }
   const bool pays = changes.uid && inode.buffer_;
-  std::shared_ptr<Account> payer = pays ? quotas_.user(inode.device_, *changes.uid) : nullptr;
   const Inode::Writer writer(inode);
   gpufs_attributes& ours = writer->record.attributes;
   if (changes.mode) {
     ours.mode = (ours.mode & ~kPermissionBits) | (*changes.mode & kPermissionBits);
     if (writer->extended) writer->extended->follow_mode(ours.mode);
   }
-  if (pays) inode.buffer_->charge().move(Charge::kOwner, std::move(payer));
-  if (pays && inode.buffer_->bytes_parked() > 0) inode.own_buffer().charge_parked_to(host_account(*changes.uid));
+  if (pays) charge_to(*changes.uid, inode.device_, inode.own_buffer());
   if (pays && inode.replacement_) inode.replacement_->charge().move_to_accounts_of(inode.buffer_->charge());
   if (changes.uid) {
     Metadata::Share* const share = metadata_.share_of(*changes.uid);

@@ -159,8 +159,8 @@ class InodeTable {
   // Moves a file's contents to the host tier: ExtentBuffer::park(). EOPNOTSUPP: the mount has none, EINVAL: the file is
   // not one on a device. The file's owner pays there.
   Result<bool> park(Inode& inode);
-  // What these files need together to be parked, or to come back to the device that all of them are of, and what is
-  // free there. Waits for memory that is being freed, if that is too little.
+  // What these files need together in the host tier, or on the device that all of them are of, and what is free there.
+  // Waits for memory that is being freed, if that is too little.
   struct Space {
     std::uint64_t needed = 0;
     std::uint64_t free = 0;
@@ -195,6 +195,8 @@ class InodeTable {
   // Null without one.
   [[nodiscard]] std::shared_ptr<DeviceContext> host_tier() const;
   [[nodiscard]] std::shared_ptr<Account> host_account(std::uint32_t uid);
+  // Has a user pay for a file of a device, wherever its contents are.
+  void charge_to(std::uint32_t uid, std::int32_t device, ExtentBuffer& buffer);
   // Makes an inode known whose attributes are complete.
   Status insert(const std::shared_ptr<Inode>& inode);
   // Before anybody else has an inode: its record is written whenever its contents move.

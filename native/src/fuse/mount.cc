@@ -29,9 +29,9 @@ struct Overloaded : Functions... {
 template <typename... Functions>
 Overloaded(Functions...) -> Overloaded<Functions...>;
 
-constexpr std::uint32_t kDefaultMaxWrite = 1 << 20;
-constexpr std::size_t kLargestWorkers = 256;
 constexpr std::size_t kReadAheadThreads = 2;
+// Sleeping costs less than spinning for longer waits, whatever the machine.
+constexpr std::chrono::microseconds kReaderSpin{100};
 // The kernel has sent everything again after so long.
 constexpr std::chrono::seconds kResendTime{60};
 // Before the kernel is asked to repeat an INTERRUPT.
@@ -42,23 +42,6 @@ constexpr std::chrono::milliseconds kStopTimeout{200};
 void close_on_exec(int fd) {
   const int flags = ::fcntl(fd, F_GETFD);
   if (flags >= 0) static_cast<void>(::fcntl(fd, F_SETFD, flags | FD_CLOEXEC));
-}
-
-std::uint32_t max_write_of(const MountOptions& options) {
-  return options.max_write == 0 ? kDefaultMaxWrite : options.max_write;
-}
-
-Executor::Limits limits_of(const MountOptions& options) {
-  Executor::Limits limits;
-  if (options.worker_threads != 0) limits.buffers = options.worker_threads;
-  return limits;
-}
-
-TransportOptions transport_options(const MountOptions& options) {
-  return {.reader_threads = options.reader_threads,
-          .payload_bytes = max_write_of(options),
-          .spin = options.reader_spin,
-          .locks = options.locks};
 }
 
 std::uint64_t metadata_limit_of(const MountOptions& options) {
@@ -127,7 +110,7 @@ const Mount::Handler* Mount::handler_of(std::uint32_t opcode) {
       {FUSE_SETATTR, sizeof(fuse_setattr_in), kAttributes, &Attributes::setattr},
       {FUSE_STATFS, 0, kRepeat, &Attributes::statfs},
       {FUSE_GETXATTR, sizeof(fuse_getxattr_in), kRepeat, &Attributes::getxattr},
-      {FUSE_SETXATTR, kSetxattrShort, kDone, &Attributes::setxattr},
+      {FUSE_SETXATTR, sizeof(fuse_setxattr_in), kDone, &Attributes::setxattr},
       {FUSE_LISTXATTR, sizeof(fuse_getxattr_in), kRepeat, &Attributes::listxattr},
       {FUSE_REMOVEXATTR, 0, kDone, &Attributes::removexattr},
       // Names
@@ -172,34 +155,31 @@ Mount::Mount(UniqueFd device, UniqueFd relay, UniqueFd ended, std::vector<std::s
              MountOptions options)
     : ended_(std::move(ended)),
       region_(devices.front()->counters().region()),
-      executor_(limits_of(options)),
+      executor_({}),
       kept_(options.kept),
       records_(std::move(options.journal)),
       table_(std::move(devices), executor_, records_, metadata_limit_of(options),
              options.user_bytes != 0 ? options.user_bytes : Account::kNoLimit),
       names_(table_),
-      transport_(std::move(device), transport_options(options), region_.counters()),
+      transport_(std::move(device),
+                 {.reader_threads = options.reader_threads,
+                  .payload_bytes = options.max_write,
+                  .spin = kReaderSpin,
+                  .locks = options.locks},
+                 region_.counters()),
       long_requests_(table_.devices(), executor_, region_.counters(), options.space_timeout),
       read_ahead_(region_.counters()),
       notifier_(transport_, executor_, table_),
       backing_(table_, options.transfers, long_requests_, region_.counters()),
       relay_(std::move(relay), transport_, table_, backing_.files(), executor_,
-             {.max_write = max_write_of(options), .mask_flags = options.mask_flags}, region_.counters()),
+             {.max_write = options.max_write, .mask_flags = options.mask_flags}, region_.counters()),
       buffers_(table_, names_, long_requests_, read_ahead_, relay_.init(), region_.counters()),
-      attributes_(table_, long_requests_, relay_.init(), options.attribute_timeout),
-      name_operations_(table_, names_, relay_, read_ahead_, options.entry_timeout, options.attribute_timeout,
-                       region_.counters()) {}
+      attributes_(table_, long_requests_),
+      name_operations_(table_, names_, relay_, read_ahead_, region_.counters()) {}
 
 Result<std::shared_ptr<Mount>> Mount::create(UniqueFd device, UniqueFd relay,
                                              std::vector<std::shared_ptr<DeviceContext>> devices,
                                              MountOptions options) {
-  if (const std::uint32_t bytes = max_write_of(options); bytes % kPageBytes != 0 || bytes > keeper::kLargestMaxWrite) {
-    return Status(EINVAL, "max_write must be a multiple of 4096 of 16 MiB at most");
-  }
-  for (const double timeout : {options.entry_timeout, options.attribute_timeout}) {
-    if (!(timeout >= 0 && timeout <= 1e9)) return Status(EINVAL, "a timeout must be 0 or more seconds");
-  }
-  if (options.worker_threads > kLargestWorkers) return Status(EINVAL, "too many worker threads");
   if (!device.valid() || !relay.valid()) return Status(EBADF, "a mount needs a FUSE device and a relay socket");
   int type = 0;
   socklen_t length = sizeof(type);

@@ -35,15 +35,11 @@
 namespace gpufs::fuse {
 
 struct MountOptions {
-  std::size_t reader_threads = 0;  // 0: chosen by the number of CPUs
-  std::chrono::nanoseconds reader_spin{0};
-  std::size_t worker_threads = 0;    // most for one device; 0: default
-  std::uint32_t max_write = 0;       // page multiple; 0: default
-  std::uint64_t mask_flags = 0;      // INIT flags treated as not offered
-  double entry_timeout = 1.0;        // seconds
-  double attribute_timeout = 1.0;    // seconds
-  std::uint64_t metadata_bytes = 0;  // memory for names and attributes; 0: no limit
-  std::uint64_t user_bytes = 0;      // device memory for each plain user on each device; 0: no limit
+  std::size_t reader_threads = 0;     // 0: chosen by the number of CPUs
+  std::uint32_t max_write = 1 << 20;  // page multiple
+  std::uint64_t mask_flags = 0;       // INIT flags treated as not offered
+  std::uint64_t metadata_bytes = 0;   // memory for names and attributes; 0: no limit
+  std::uint64_t user_bytes = 0;       // device memory for each plain user on each device; 0: no limit
   // How long a write that finds the device full waits for memory of removed files to come back.
   std::chrono::milliseconds space_timeout{3000};
   std::shared_ptr<HostLocks> locks;  // of the memory of requests; null: no device copies from and to it

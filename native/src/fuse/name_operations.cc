@@ -76,12 +76,11 @@ fuse_entry_out NameOperations::entry_of(const Inode& inode) const {
     // directory without its name, also not upon a bind of it, by which containers that run get the next mount.
     out.entry_valid = kForever;
   } else if (!inode.is_registered()) {  // its names go without the kernel's knowledge
-    out.entry_valid = entry_validity_.seconds;
-    out.entry_valid_nsec = entry_validity_.nanoseconds;
+    out.entry_valid = kValidSeconds;
   }
   out.attr.ino = inode.ino();
   fill_attr(inode.attributes(), out.attr);
-  attribute_validity_.fill(out.attr.mode, out);
+  if (may_be_cached(out.attr.mode)) out.attr_valid = kValidSeconds;
   return out;
 }
 
@@ -128,8 +127,7 @@ void NameOperations::lookup(const InodePointer& inode, Request& request, Respond
   }
   if (held) return reply_entry(*found, responder);
   fuse_entry_out none{};  // without an inode: the kernel may remember that the name does not exist
-  none.entry_valid = entry_validity_.seconds;
-  none.entry_valid_nsec = entry_validity_.nanoseconds;
+  none.entry_valid = kValidSeconds;
   responder.body(none);
 }
 
@@ -223,7 +221,7 @@ void NameOperations::open(const InodePointer& inode, Request& request, Responder
   const Result<std::uint64_t> fh =
       table_.open(inode, static_cast<int>(request.arguments<fuse_open_in>().flags), responder);
   if (!fh.ok()) return responder.error(fh.error());
-  reply_open(fh.value(), read_ahead_.is_own(request.header.pid) ? kOpenKeepCache : 0, responder);
+  reply_open(fh.value(), read_ahead_.is_own(request.header.pid) ? FOPEN_KEEP_CACHE : 0, responder);
 }
 
 void NameOperations::opendir(const InodePointer& inode, Request& /*request*/, Responder responder) {

@@ -20,15 +20,12 @@ namespace gpufs::fuse {
 
 class NameOperations {
  public:
-  // The timeouts: how long the kernel may cache names and attributes, in seconds.
-  NameOperations(InodeTable& table, Namespace& names, Relay& relay, const ReadAhead& read_ahead, double entry_timeout,
-                 double attribute_timeout, observe::EngineCounters& counters)
+  NameOperations(InodeTable& table, Namespace& names, Relay& relay, const ReadAhead& read_ahead,
+                 observe::EngineCounters& counters)
       : table_(table),
         names_(names),
         relay_(relay),
         read_ahead_(read_ahead),
-        entry_validity_(Validity::of(entry_timeout)),
-        attribute_validity_(Validity::of(attribute_timeout)),
         counters_(counters),
         directories_(table.records(), journal::NumbersOf::kDirectories) {}
 
@@ -86,8 +83,6 @@ class NameOperations {
   Namespace& names_;
   Relay& relay_;
   const ReadAhead& read_ahead_;
-  const Validity entry_validity_;
-  const Validity attribute_validity_;
   observe::EngineCounters& counters_;
   OpenFiles<OpenDirectory, kDirectoryHandle> directories_;
 };

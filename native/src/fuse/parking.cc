@@ -36,6 +36,11 @@ std::shared_ptr<Account> InodeTable::host_account(std::uint32_t uid) {
   return quotas_.user(static_cast<std::int32_t>(devices_.size()) - 1, uid);
 }
 
+void InodeTable::charge_to(std::uint32_t uid, std::int32_t device, ExtentBuffer& buffer) {
+  buffer.charge().move(Charge::kOwner, quotas_.user(device, uid));
+  if (host_tier() != nullptr) buffer.charge_parked_to(host_account(uid));
+}
+
 Result<bool> InodeTable::park(Inode& inode) {
   const std::shared_ptr<DeviceContext> host = host_tier();
   if (host == nullptr) return no_host_tier();
@@ -45,7 +50,7 @@ Result<bool> InodeTable::park(Inode& inode) {
     Result<bool> parked = inode.own_buffer().park(host, host_account(inode.attributes().uid));
     // The owner may have changed while the contents were copied.
     const Inode::Writer writer(inode);
-    inode.own_buffer().charge_parked_to(host_account(writer->record.attributes.uid));
+    charge_to(writer->record.attributes.uid, inode.device_, inode.own_buffer());
     return parked;
   };
   Result<bool> parked = attempt();

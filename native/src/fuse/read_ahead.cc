@@ -64,9 +64,7 @@ Status ReadAhead::start(const std::string& directory, std::uint64_t piece, std::
   if (!possible.ok()) return possible;
   running_ = true;
   for (std::size_t index = 0; index < std::min(threads, kMostThreads); ++index) {
-    Result<std::thread> thread = start_thread("gpufs-ahead-" + std::to_string(index), [this, index] { work(index); });
-    if (!thread.ok()) return thread.status();
-    threads_.push_back(thread.take());
+    threads_.push_back(TRY(start_thread("gpufs-ahead-" + std::to_string(index), [this, index] { work(index); })));
   }
   return {};
 }

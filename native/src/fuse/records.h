@@ -3,7 +3,7 @@
 // Ownership: the Mount's. Thread-safe.
 //
 // A record describes its object as it is when the record is written, with the object's lock held. Each kind of record
-// has one writer, without which its object does not change: Inode::Writer, NamesWriter, OpenFiles, Quotas.
+// has one writer, without which its object does not change: Inode::Writer, NamesWriter, OpenFiles, Quotas, Relay.
 #pragma once
 
 #include <cstddef>

@@ -161,7 +161,7 @@ void Relay::restore_init(std::uint64_t offered, std::uint64_t granted) {
 }
 
 void Relay::forward(Request& request, Responder responder) {
-  if (const int error = adapt_request(request, init_); error != 0) return responder.error(error);
+  if (const int error = adapt_request(request); error != 0) return responder.error(error);
   const std::uint64_t unique = request.header.unique;
   const std::span<std::byte> message = clip(request);
   if (message.size() > message_limit_) return responder.error(EMSGSIZE);

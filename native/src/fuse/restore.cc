@@ -163,8 +163,7 @@ Status InodeTable::Restore::make(Found& found) const {
     }
     buffer = std::make_shared<ExtentBuffer>(device, kPreallocates);
     TRY(buffer->restore(*found.contents, where));
-    if (where != device) buffer->charge_parked_to(table_.host_account(attributes.uid));
-    buffer->charge().move(Charge::kOwner, table_.quotas_.user(attributes.device, attributes.uid));
+    table_.charge_to(attributes.uid, attributes.device, *buffer);
   }
   Inode::State state;
   state.presence = Inode::Presence::kKnown;

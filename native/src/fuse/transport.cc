@@ -1,7 +1,6 @@
 #include "fuse/transport.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>

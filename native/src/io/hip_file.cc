@@ -1,13 +1,11 @@
 // AMD's hipAmdFileRead and hipAmdFileWrite as a fastpath: the kernel's GPU driver moves bytes between storage and
 // the device. Thread-safe. The runtime stays loaded.
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <utility>
 
 #include "base/log.h"
-#include "drivers/gpu/vendor_library.h"
 #include "drivers/hip/hip_library.h"
 #include "io/backing_file.h"
 #include "io/fastpath.h"

@@ -44,10 +44,6 @@ struct IoOptions {
   int slots = 2;  // pinned slots of a thread at most: file and device use different ones at the same time
   FastpathMode fastpath = FastpathMode::kAuto;
   FileSystems file_systems;
-  // Smaller requests go by fallback, if that is allowed: what the vendor's call costs beside the bytes may be more than
-  // the fallback's extra copy.
-  std::uint64_t fastpath_min_bytes = 0;
-  bool fallback = true;
   // O_DIRECT on the fallback path: auto decides for each chunk by what is cached, on uses it wherever alignment allows.
   Switch direct = Switch::kAuto;
   // Stores to files in memory through their pages, several at a time (see FileOps::write_pages_at): auto uses it if

@@ -302,7 +302,7 @@ Pipeline::FastOutcome Pipeline::move_by_vendor(Work& work) {
   if (pinned.value().device != &device_) {  // the contents have left the device since the start
     transfer_.give_up_fastpath(Status(EOPNOTSUPP, "the file is in the host's memory"), mask_of(Refusal::kMemoryKind));
     if (transfer_.may_change_path()) return {Status{}, true};
-    return {Status(EOPNOTSUPP, "fastpath alone is allowed but refused: memory_kind")};
+    return {Status(EOPNOTSUPP, "fastpath is required but refused: memory_kind")};
   }
   const BackingFacts& known = file_.facts();
   for (const TransferTarget::Piece& piece : pinned.value().pieces) {
@@ -317,7 +317,7 @@ Pipeline::FastOutcome Pipeline::move_by_vendor(Work& work) {
         piece.bytes % known.unit != 0) {
       transfer_.refuse_fastpath(mask_of(Refusal::kMemoryUnaligned));
       if (transfer_.may_change_path()) return {Status{}, true};
-      return {Status(EOPNOTSUPP, "fastpath alone is allowed but refused: memory_unaligned")};
+      return {Status(EOPNOTSUPP, "fastpath is required but refused: memory_unaligned")};
     }
     const Moved moved = call_vendor(work, piece);
     work.done += moved.bytes;
@@ -326,11 +326,11 @@ Pipeline::FastOutcome Pipeline::move_by_vendor(Work& work) {
       if (!rerun_on_fallback(moved.status.error())) return {moved.status};
       transfer_.give_up_fastpath(moved.status, moved.refusals);
       if (transfer_.may_change_path()) return {moved.status, true};
-      return {Status(EOPNOTSUPP, "fastpath alone is allowed but failed: " + moved.status.message(),
-                     moved.status.device_code())};
+      return {
+          Status(EOPNOTSUPP, "fastpath is required but failed: " + moved.status.message(), moved.status.device_code())};
     }
     if (moved.bytes < piece.bytes) {
-      // Fallback finds out whether the file ends here.
+      // Not a refusal: fallback finds out whether the file ends here.
       if (transfer_.may_change_path()) return {Status{}, true};
       return {stopped_short(work)};
     }
@@ -350,7 +350,7 @@ Moved Pipeline::call_vendor(const Work& work, const TransferTarget::Piece& piece
 Status Pipeline::stopped_short(const Work& work) {
   const Result<std::uint64_t> size = size_of(file_);
   if (facts_.load() && size.ok() && size.value() <= file_offset(work)) return {};
-  return Status(EIO, "fastpath stopped before the end, and it alone is allowed");
+  return Status(EIO, "fastpath stopped before the end, and it is required");
 }
 
 // ---- fallback without a bounce buffer: the CPU addresses the device's memory ----

@@ -12,13 +12,6 @@ namespace {
 // Refusals that can be cured by cutting off head and tail.
 constexpr RefusalMask kEdges = mask_of(Refusal::kOffsetUnaligned) | mask_of(Refusal::kSizeUnaligned);
 
-Status refused(const PlanRequest& request, RefusalMask reasons) {
-  if (request.fastpath == FastpathMode::kRequire) {
-    return Status(EOPNOTSUPP, "fastpath is required but refused: " + describe_refusals(reasons));
-  }
-  return Status(EOPNOTSUPP, "fallback is off and fastpath refused: " + describe_refusals(reasons));
-}
-
 }  // namespace
 
 const char* direction_name(Direction direction) { return direction == Direction::kLoad ? "load" : "store"; }
@@ -38,9 +31,6 @@ RefusalMask fastpath_refusals(const PlanRequest& request) {
   refuse_if(overflows || end > kLargestOffset, Refusal::kOffsetRange);
   refuse_if(request.file_offset % file.unit != 0, Refusal::kOffsetUnaligned);
   refuse_if(request.bytes % file.unit != 0, Refusal::kSizeUnaligned);
-  // A request that has no other way takes this one, however small it is.
-  const bool has_choice = request.fallback && request.fastpath == FastpathMode::kAuto;
-  refuse_if(has_choice && request.bytes != 0 && request.bytes < request.fastpath_min_bytes, Refusal::kTooSmall);
   refuse_if(request.memory_phase % file.memory_align != 0, Refusal::kMemoryUnaligned);
   return reasons;
 }
@@ -64,7 +54,7 @@ Result<Plan> Plan::make(const PlanRequest& request, RefusalMask* refusals) {
     const std::uint64_t body_end = round_down(end, unit);
     if (body_end <= body_start) {
       *refusals |= mask_of(Refusal::kTooSmall);
-    } else if (request.fallback) {
+    } else {
       PlanRequest body = request;
       const std::uint64_t head = body_start - request.file_offset;
       body.file_offset = body_start;
@@ -81,7 +71,9 @@ Result<Plan> Plan::make(const PlanRequest& request, RefusalMask* refusals) {
       *refusals |= refused_body;
     }
   }
-  if (request.fastpath == FastpathMode::kRequire || !request.fallback) return refused(request, *refusals);
+  if (request.fastpath == FastpathMode::kRequire) {
+    return Status(EOPNOTSUPP, "fastpath is required but refused: " + describe_refusals(*refusals));
+  }
   if (request.bytes > 0) plan.segments_ = {{{0, request.bytes}, Path::kFallback}};
   return plan;
 }

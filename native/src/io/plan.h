@@ -42,8 +42,6 @@ struct PlanRequest {
   RefusalMask vendor_refusals = 0;  // of the device's fastpath
   RefusalMask waived = 0;           // refusals of the file that the operator has overruled
   FastpathMode fastpath = FastpathMode::kAuto;
-  std::uint64_t fastpath_min_bytes = 0;  // IoOptions::fastpath_min_bytes
-  bool fallback = true;
   std::size_t chunk_bytes = std::size_t{4} << 20;
 };
 

@@ -271,8 +271,6 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
   wanted.vendor_refusals = engine_->fastpath().refusals();
   if (options().file_systems.allow(known.file_system)) wanted.waived = mask_of(Refusal::kFileSystem);
   wanted.fastpath = fastpath_mode();
-  wanted.fastpath_min_bytes = options().fastpath_min_bytes;
-  wanted.fallback = fallback_allowed();
   wanted.chunk_bytes = options().chunk_bytes;
   Device& device = facts_.device->device();
   const bool reached = target.address() == 0 ? target.residence()->info().files_reach_memory : device.holds(address);
@@ -287,6 +285,7 @@ Result<Plan> Transfer::make_plan(std::uint64_t total) {
       log_info("fastpath does not take a file: ", attached.status().message());
       wanted.vendor_refusals |= mask_of(Refusal::kNotAccepted);
       plan = Plan::make(wanted, &refusals);
+      if (!plan.ok()) plan = Status(plan.error(), plan.status().message() + ": " + attached.status().message());
     }
   }
   facts_.counters.refuse(observe::Backend::kFastpath, facts_.flow, refusals);

@@ -48,7 +48,6 @@ struct TransferRequest {
   // The range reads as zeros either way. Does not apply to memory that a program allocated itself.
   bool sparse = true;
   std::optional<FastpathMode> fastpath;  // instead of the engine's option
-  std::optional<bool> fallback;
   // The user or process that the transfer is for. Clients share the threads evenly, and no client gets more than its
   // share, even if its files hang.
   std::uint64_t client = 0;
@@ -156,7 +155,7 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
   bool refuse_fastpath(RefusalMask causes);
   // Fastpath failed on a chunk in a way that sends the rest by fallback, if that is allowed.
   void give_up_fastpath(const Status& why, RefusalMask causes);
-  [[nodiscard]] bool may_change_path() const { return fallback_allowed() && fastpath_mode() != FastpathMode::kRequire; }
+  [[nodiscard]] bool may_change_path() const { return fastpath_mode() != FastpathMode::kRequire; }
 
  private:
   enum class Phase { kQueued, kPreparing, kRunning, kFinishing, kDone };
@@ -181,7 +180,6 @@ class Transfer : public Scheduler::Job, public std::enable_shared_from_this<Tran
   [[nodiscard]] const TransferRequest& request() const { return facts_.request; }
   [[nodiscard]] const IoOptions& options() const;
   [[nodiscard]] FastpathMode fastpath_mode() const { return request().fastpath.value_or(options().fastpath); }
-  [[nodiscard]] bool fallback_allowed() const { return request().fallback.value_or(options().fallback); }
 
   const std::shared_ptr<TransferEngine> engine_;
   const std::shared_ptr<Scheduler> scheduler_;

@@ -35,9 +35,6 @@ Status check_options(const IoOptions& options) {
   if (options.pinned_bytes < options.chunk_bytes) return Status(EINVAL, "pinned_bytes must hold at least one chunk");
   if (options.workers < 0 || options.workers > kMaxThreads) return Status(EINVAL, "workers must be from 0 to 256");
   if (options.slots < 1 || options.slots > 64) return Status(EINVAL, "slots must be from 1 to 64");
-  if (options.fastpath == FastpathMode::kOff && !options.fallback) {
-    return Status(EINVAL, "fastpath and fallback are both off: nothing could be moved");
-  }
   return {};
 }
 

@@ -23,9 +23,8 @@ Status copy_staged(Device& to, DeviceAddress destination, Device& from, DeviceAd
   const auto staging = std::make_unique_for_overwrite<std::byte[]>(step);
   for (std::uint64_t done = 0; done < bytes;) {
     const std::uint64_t part = std::min(step, bytes - done);
-    Status status = from.copy_out(staging.get(), source + done, part);
-    if (status.ok()) status = to.copy_in(destination + done, staging.get(), part);
-    if (!status.ok()) return status;
+    TRY(from.copy_out(staging.get(), source + done, part));
+    TRY(to.copy_in(destination + done, staging.get(), part));
     done += part;
   }
   return {};

@@ -248,27 +248,25 @@ bool ExtentBuffer::publish(std::uint64_t end, const Claim* since) {
 Result<std::size_t> ExtentBuffer::read(std::uint64_t offset, std::span<std::byte> destination, Wait wait) {
   ReadPin held;
   TRY(acquire_read(offset, destination.size(), &held, wait));
-  Status status = for_each_piece(held, [&](const Piece& piece) {
+  TRY(for_each_piece(held, [&](const Piece& piece) {
     std::byte* const out = destination.data() + (piece.offset - offset);
     if (piece.address != 0) return held.snapshot->device->device().copy_out(out, piece.address, piece.bytes);
     std::memset(out, 0, piece.bytes);
     return Status();
-  });
-  if (!status.ok()) return status;
+  }));
   return static_cast<std::size_t>(held.end - held.offset);
 }
 
 Result<std::size_t> ExtentBuffer::write(std::uint64_t offset, std::span<const std::byte> source, Wait wait) {
   std::uint64_t end = 0;
-  Status status = check_end(offset, source.size(), &end);
-  if (!status.ok()) return status;
+  TRY(check_end(offset, source.size(), &end));
   if (source.empty()) return std::size_t{0};
   Turn turn(*this, offset, end);
   TRY(turn.take(wait));
+  Status status;
   {
     WritePin held;
-    status = acquire_write(offset, end, &held, {.speculative = true, .wait = wait, .anywhere = true});
-    if (!status.ok()) return status;
+    TRY(acquire_write(offset, end, &held, {.speculative = true, .wait = wait, .anywhere = true}));
     status = held.device().copy_in(held.address(), source.data(), source.size());
     if (status.ok()) {
       publish(end);

@@ -293,7 +293,7 @@ class ExtentBuffer : public Buffer {
   [[nodiscard]] std::uint64_t highest_locked() const;
   [[nodiscard]] SnapshotPointer current() const;
 
-  // ---- extent_buffer_memory.cc: what takes memory. All need mutation_mutex_, except the first three. ----
+  // ---- extent_buffer_memory.cc: what takes memory. All need mutation_mutex_, except the first four. ----
   // Calls attempt(), which takes mutation_mutex_ itself, and again whenever it fails with ENOSPC or EDQUOT and others
   // have released memory of the device since. payers: whose it needs. [offset, end) is what needs the memory: files are
   // parked only if that can be enough. The caller holds no lock and no pin.

@@ -188,9 +188,8 @@ Status ExtentBuffer::copy_hole(std::uint64_t offset, std::uint64_t end, Wait wai
   now.reset();  // a shrink waits for its end, with the mutex that a write needs
   for (const Extent& extent : existing) {
     WritePin target;
-    Status status = acquire_write(extent.offset - first, extent.end() - first, &target, {.wait = wait});
-    if (status.ok()) status = context_->device().zero(target.address(), extent.bytes);
-    if (!status.ok()) return status;
+    TRY(acquire_write(extent.offset - first, extent.end() - first, &target, {.wait = wait}));
+    TRY(context_->device().zero(target.address(), extent.bytes));
   }
   publish(end);
   return {};

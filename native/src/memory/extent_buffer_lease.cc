@@ -56,8 +56,7 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
     const std::uint64_t end = writable_ ? std::min(most, buffer_->size()) : 0;
     return buffer_->change_at_home(0, end, {}, [this, most, placement] {
       std::uint64_t bytes = most;
-      Status status = buffer_->fix_for_lease(writable_, exports_, placement, &bytes);
-      if (!status.ok()) return status;
+      TRY(buffer_->fix_for_lease(writable_, exports_, placement, &bytes));
       std::shared_ptr<AddressRange> range = bytes > 0 ? buffer_->here_->range : nullptr;
       const std::lock_guard lock(buffer_->state_mutex_);
       if (!listed_) buffer_->leases_.push_back(this);
@@ -65,7 +64,7 @@ class ExtentBuffer::SharedLease final : public Buffer::Lease {
       bytes_ = bytes;
       placement_ = buffer_->snapshot_->placement;
       range_.swap(range);
-      return status;
+      return Status();
     });
   }
   Result<std::vector<ExportedMemory>> pieces(std::uint64_t from, std::size_t capacity) override {
@@ -113,10 +112,9 @@ Status ExtentBuffer::fix_for_lease(bool writable, bool exports, std::optional<st
   if (!writable && !covered(snapshot_->extents, contents.offset, contents.end())) {
     return Status(ENODATA, "the file has holes, which have no memory to map: allocate it with fallocate first");
   }
-  Status status = ensure_own(contents.offset, data_end, contents.end(), {});
-  if (!status.ok()) return status;
+  TRY(ensure_own(contents.offset, data_end, contents.end(), {}));
   if (placement && *placement != snapshot_->placement && !leased()) {
-    status = shift_to(*placement);
+    Status status = shift_to(*placement);
     if (!status.ok() && status.error() != EBUSY) return status;
   }
   here_->memory->fix_in_place();

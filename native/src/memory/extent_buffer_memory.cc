@@ -3,7 +3,7 @@
 //
 // When the device is full (ENOSPC), retry_when_full() has every buffer of the device trim what it took ahead, then
 // small files move together, and it tries again. At a limit (EDQUOT) it asks the buffers that charge the same account.
-// Then, where the mount does that, files that nobody uses are parked. Nothing else is given up for a caller; memory of
+// Then, where the mount does that, files that nobody uses are evicted. Nothing else is given up for a caller; memory of
 // removed files is waited for above this layer.
 
 #include <algorithm>

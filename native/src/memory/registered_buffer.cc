@@ -47,13 +47,15 @@ Result<std::shared_ptr<RegisteredBuffer>> RegisteredBuffer::map(const std::share
   Charge& charge = buffer->charge();
   charge.move_to_accounts_of(payers);
   const std::uint64_t addresses = std::max(memory.bytes, memory.whole_bytes());
-  Status status = charge.take_addresses(addresses);
-  if (!status.ok()) return status;
+  TRY(charge.take_addresses(addresses));
   buffer->address_bytes_ = addresses;
   TRY(charge.take_descriptors(1));
-  if (device->info().cpu_addressable) status = charge.grow(buffer->bytes_held());
-  if (!status.ok()) return status;
-  buffer->memory_ = TRY(device->device().map_foreign(memory));
+  if (device->info().cpu_addressable) TRY(charge.grow(buffer->bytes_held()));
+  Result<std::unique_ptr<ForeignMapping>> mapped = device->device().map_foreign(memory);
+  while (mapped.error() == ENOSPC && device->releases().evict(memory.bytes)) {
+    mapped = device->device().map_foreign(memory);
+  }
+  buffer->memory_ = TRY(std::move(mapped));
   return buffer;
 }
 
@@ -158,11 +160,10 @@ Result<std::size_t> RegisteredBuffer::read(std::uint64_t offset, std::span<std::
 
 Result<std::size_t> RegisteredBuffer::write(std::uint64_t offset, std::span<const std::byte> source, Wait /*wait*/) {
   MappingUse use;
-  Status status = begin(&use);
-  if (status.ok()) status = check_write(offset, source.size());
-  if (status.ok()) status = context_->device().copy_in(use.address() + offset, source.data(), source.size());
-  if (status.ok()) status = check_intact(use);
-  if (!status.ok()) return status;
+  TRY(begin(&use));
+  TRY(check_write(offset, source.size()));
+  TRY(context_->device().copy_in(use.address() + offset, source.data(), source.size()));
+  TRY(check_intact(use));
   return source.size();
 }
 

@@ -59,7 +59,12 @@ Result<std::shared_ptr<const SlabPool::Slot>> SlabPool::take(std::uint64_t bytes
   std::shared_ptr<const Slot> slot;
   bool used_before = false;
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (wait == Wait::kAllowed) {
+      lock.lock();
+    } else if (!lock.try_lock()) {
+      return Status(EAGAIN, "the slabs are in use");  // perhaps over a call of the driver for another file
+    }
     std::set<std::uint64_t>& candidates = free_slabs_[size_class];
     if (candidates.empty()) {
       if (!may_add_slab) return Status(ENOSPC, "no slot of that size is free");

@@ -46,7 +46,7 @@ class SlabPool : public std::enable_shared_from_this<SlabPool> {
   [[nodiscard]] std::uint64_t largest() const { return largest_; }
 
   // The smallest slot for `bytes` (1..largest()). owner: moves out of it when compact() asks. ENOSPC when a new slab is
-  // needed and the device is full, or none may be added.
+  // needed and the device is full, or none may be added. EAGAIN when it would wait and may not.
   Result<std::shared_ptr<const Slot>> take(std::uint64_t bytes, std::weak_ptr<ExtentBuffer> owner = {},
                                            bool may_add_slab = true, Wait wait = Wait::kAllowed);
 

@@ -1,5 +1,3 @@
-#include "drivers/cuda/cuda_driver.h"
-
 #include <algorithm>
 #include <array>
 #include <cerrno>

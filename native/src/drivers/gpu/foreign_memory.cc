@@ -1,4 +1,4 @@
-#include "drivers/gpu/foreign_memory.h"
+// Memory of other programs as a GPU maps it.
 
 #include <algorithm>
 #include <cerrno>
@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/math.h"
+#include "drivers/gpu/gpu_device.h"
 #include "drivers/gpu/virtual_memory.h"
 
 namespace gpufs::gpu {
@@ -96,8 +97,7 @@ Result<std::unique_ptr<ImportedRange>> import_memory(std::shared_ptr<GpuDevice> 
 Result<std::unique_ptr<ForeignMapping>> map_descriptor(const std::shared_ptr<GpuDevice>& device,
                                                        const ForeignMemory& memory) {
   const std::uint64_t whole = memory.whole_bytes();
-  Status status = check_part(memory, whole);
-  if (!status.ok()) return status;
+  TRY(check_part(memory, whole));
   const std::uint64_t granule = device->info().granule;
   for (const ExportedMemory& piece : memory.pieces) {
     if (piece.bytes % granule == 0) continue;
@@ -105,7 +105,7 @@ Result<std::unique_ptr<ForeignMapping>> map_descriptor(const std::shared_ptr<Gpu
   }
   std::unique_ptr<ImportedRange> range = TRY(import_memory(device, whole, memory.writable));
   for (const ExportedMemory& piece : memory.pieces) {
-    status = range->add(piece);
+    const Status status = range->add(piece);
     if (!status.ok()) {
       return Status{EINVAL, "the descriptor cannot be mapped: " + status.message(), status.device_code()};
     }

@@ -15,8 +15,6 @@
 #include "base/log.h"
 #include "base/math.h"
 #include "base/thread.h"
-#include "drivers/gpu/foreign_memory.h"
-#include "drivers/gpu/plain_memory.h"
 #include "drivers/gpu/stream.h"
 #include "drivers/gpu/virtual_memory.h"
 
@@ -267,7 +265,7 @@ Result<std::unique_ptr<DeviceMemory>> GpuDevice::create_memory() {
   TRY(health());
   auto self = shared_from_this();
   if (virtual_memory_) return VirtualMemory::create(std::move(self));
-  return std::unique_ptr<DeviceMemory>(std::make_unique<PlainMemory>(std::move(self)));
+  return plain_memory(std::move(self));
 }
 
 Result<std::unique_ptr<DeviceMemory>> GpuDevice::restore_memory(std::uint64_t number,
@@ -606,9 +604,8 @@ Result<PinnedHostRange> GpuDevice::pinned_range(const void* address) {
   const auto at = reinterpret_cast<DeviceAddress>(address);
   PinnedHostRange range;
   std::size_t bytes = 0;
-  Status status = call(attribute_of, &range.start, api::kPointerRangeStart, at);
-  if (status.ok()) status = call(attribute_of, &bytes, api::kPointerRangeBytes, at);
-  if (!status.ok()) return status;
+  TRY(call(attribute_of, &range.start, api::kPointerRangeStart, at));
+  TRY(call(attribute_of, &bytes, api::kPointerRangeBytes, at));
   range.end = range.start + bytes;
   return range;
 }

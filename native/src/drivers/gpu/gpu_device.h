@@ -260,6 +260,25 @@ class SynchronousWork {
   bool finished_ = false;
 };
 
+// A buffer's memory without virtual memory management: one allocation, copied into a larger one when a larger range is
+// reserved. Released granules are reused, but return to the device only with the whole allocation.
+std::unique_ptr<DeviceMemory> plain_memory(std::shared_ptr<GpuDevice> device);
+
+// Memory of other programs: exported pieces, by descriptors.
+Result<std::unique_ptr<ImportedRange>> import_memory(std::shared_ptr<GpuDevice> device, std::uint64_t capacity,
+                                                     bool writable);
+
+// Physical memory, by descriptors that its program has exported. EINVAL: one is not of such memory, or of memory of
+// another size.
+Result<std::unique_ptr<ForeignMapping>> map_descriptor(const std::shared_ptr<GpuDevice>& device,
+                                                       const ForeignMemory& memory);
+
+// An allocation, by the vendor's handle for that (cuIpcOpenMemHandle). The vendor keeps the memory while it is open
+// here, also if its program has ended. EINVAL: the handle stands for nothing, or for less than the caller says. EXDEV:
+// for memory of another device.
+Result<std::unique_ptr<ForeignMapping>> open_ipc_handle(const std::shared_ptr<GpuDevice>& device,
+                                                        const ForeignMemory& memory);
+
 // The driver of those of `found` devices that the options choose. EINVAL, ENXIO.
 Result<std::unique_ptr<Driver>> open_devices(const char* driver, const VendorLibrary& library, int found,
                                              const DriverOptions& options, const OpenDevice& open);

@@ -1,5 +1,3 @@
-#include "drivers/hip/hip_driver.h"
-
 #include <unistd.h>
 
 #include <cerrno>
@@ -11,6 +9,7 @@
 #include "base/log.h"
 #include "drivers/gpu/gpu_device.h"
 #include "drivers/gpu/virtual_memory.h"
+#include "drivers/hip/hip_library.h"
 
 namespace gpufs::hip {
 namespace {

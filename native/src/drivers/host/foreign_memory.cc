@@ -1,4 +1,4 @@
-#include "drivers/host/foreign_memory.h"
+// Memory of other programs as the host driver maps it.
 
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -15,6 +15,7 @@
 #include "base/pages.h"
 #include "base/unique_fd.h"
 #include "drivers/host/fault_guard.h"
+#include "drivers/host/host_device.h"
 
 namespace gpufs {
 namespace {
@@ -150,9 +151,8 @@ Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& mem
   }
   UniqueFd file(::fcntl(memory.descriptor.get(), F_DUPFD_CLOEXEC, 3));
   if (!file.valid()) return Status::from_errno(errno, "duplicating the descriptor of the memory");
-  Status status = check_kind(file.get());
-  if (status.ok()) status = check_access(file.get(), memory.writable);
-  if (!status.ok()) return status;
+  TRY(check_kind(file.get()));
+  TRY(check_access(file.get(), memory.writable));
   struct stat found = {};
   if (::fstat(file.get(), &found) != 0) return Status::from_errno(errno, "fstat of the memory's file");
   const auto size = static_cast<std::uint64_t>(found.st_size);

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "base/math.h"
-#include "drivers/host/foreign_memory.h"
 #include "drivers/host/host_stream.h"
 
 namespace gpufs {

@@ -64,6 +64,14 @@ class HostDevice : public Device {
   std::shared_ptr<SharedHostFiles> shared_files_ = std::make_shared<SharedHostFiles>();
 };
 
+// ---- memory of other programs ----
+
+// Memory that the host driver of another program has exported.
+Result<std::unique_ptr<ImportedRange>> import_host_memory(std::uint64_t capacity, ImportAccess access);
+
+// A part of a file in memory (memfd_create(2), shm_open(3)). EINVAL: not such a file, not open as needed, or too small.
+Result<std::unique_ptr<ForeignMapping>> map_shared_file(const ForeignMemory& memory, std::shared_ptr<Ledger> limit);
+
 // options.devices: 0 means one; options.memory_bytes: required, the limit of each device. EINVAL for bad options,
 // ENODEV: the kernel provides no memfd.
 Result<std::unique_ptr<Driver>> open_host_driver(const DriverOptions& options);

@@ -54,6 +54,8 @@ Result<std::shared_ptr<HostFile>> HostFile::create(HostOwners owners) {
   }
   std::uint64_t number = 0;
   std::uint64_t key = 0;
+  // Also on a reader of requests, which then waits for a keeper that reads slowly, five seconds at most: a reply must
+  // not promise memory that the next daemon would lack.
   if (owners.keeper != nullptr) {
     number = owners.keeper->new_memory();
     key = owners.keeper->hold(number, 0, 0, fd.get());
