@@ -30,7 +30,7 @@ from gpufs.integrations._module_state import set_attributes
 from gpufs.integrations._sglang_sleep import is_asleep as is_asleep
 from gpufs.integrations._sglang_sleep import sleep_with_memory_saver as sleep_with_memory_saver
 from gpufs.integrations._shared_weights import OpenWeights, fill
-from gpufs.integrations._sharing import device_name, has_no_effect_on_weights
+from gpufs.integrations._sharing import device_name, has_no_effect_on_weights, model_settings
 from gpufs.torch._module import named_tensors
 
 # An attribute of a module: why its weights cannot be changed. SGLang answers requests to change them with this text.
@@ -112,7 +112,7 @@ def weights_key(model_config: Any, load_config: Any, files: Sequence[list[Any]])
     settings = {
         "settings": _settings(),
         "environment": {name: value for name, value in os.environ.items() if _is_setting(name)},
-        "model": {name: value for name, value in model_config.hf_config.to_dict().items() if name != "_name_or_path"},
+        "model": model_settings(model_config.hf_config),
         "quantization": model_config.quantization,
         "draft": [model_config.is_draft_model, load_config.draft_model_idx],
         "torch": torch.__version__,

@@ -42,6 +42,7 @@ _ELSEWHERE = frozenset(
     PATH PLUGINS PORT PROFILING PYNCCL RAY REQUEST RESERVED RPC RUN RUST STATS THREADS TIMEOUT TOOL TRACE USAGE
     """.split()
 )
+_NOT_OF_WEIGHTS = ("_name_or_path", "transformers_version")
 # For an engine that loads the same model, perhaps from a slow disk.
 CLAIM_SECONDS = 600.0
 
@@ -353,6 +354,11 @@ def refuses_reload(model: torch.nn.Module) -> bool:
 def has_no_effect_on_weights(variable: str) -> bool:
     """Return whether a variable of a server's environment decides about something else."""
     return not _ELSEWHERE.isdisjoint(variable.split("_"))
+
+
+def model_settings(config: Any) -> dict[str, Any]:
+    """Return what a model's configuration says, except where it comes from and what has written it."""
+    return {name: value for name, value in config.to_dict().items() if name not in _NOT_OF_WEIGHTS}
 
 
 def device_name() -> str:

@@ -52,7 +52,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from gpufs.integrations._module_state import HelperState, missing, numbers, set_attributes, tensor_beside, unchanged
 from gpufs.integrations._shared_weights import OpenWeights, fill
-from gpufs.integrations._sharing import device_name, has_no_effect_on_weights
+from gpufs.integrations._sharing import device_name, has_no_effect_on_weights, model_settings
 from gpufs.integrations._sharing import in_all_ranks as in_ranks
 from gpufs.torch._module import named_tensors
 
@@ -136,7 +136,7 @@ def weights_key(vllm_config: Any, model_config: Any, files: Sequence[list[Any]])
         "attention": vllm_config.attention_config.compute_hash(),
         "parallel": vllm_config.parallel_config.compute_hash(),
         "environment": _environment(),
-        "model": {name: value for name, value in model_config.hf_config.to_dict().items() if name != "_name_or_path"},
+        "model": model_settings(model_config.hf_config),
         "kv_cache": str(vllm_config.cache_config.cache_dtype),
         # Of the layers only experts choose their kernels by it.
         "lora": vllm_config.lora_config is not None and model_config.is_moe,
