@@ -207,11 +207,11 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 2  # those of the thread that waits for futures
 
 
-@pytest.mark.parametrize("words", [("read",), ("load", "sometimes"), ("load", "auto", "never"), ("store",)], ids=str)
+@pytest.mark.parametrize("words", [("read",), ("load", "sometimes"), ("store",)], ids=str)
 def test_an_operation_is_refused_where_it_is_made(
     host: engine.Engine, file: engine.BackingFile, words: tuple[str, ...]
 ) -> None:
-    names = dict(zip(("direction", "fastpath", "fallback"), words, strict=False))
+    names = dict(zip(("direction", "fastpath"), words, strict=False))
     if words == ("store",):
         names["sync"] = "later"
     with engine.Buffer(host) as buffer, pytest.raises(ValueError, match=names[list(names)[-1]]):
