@@ -62,7 +62,10 @@ class MountEntry(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """Identifies the mount, whatever its options become: no two mounts that exist at a time have the same."""
+        """Identifies the mount, whatever its options become: no two mounts that exist at a time have the same.
+
+        The kernel gives it to another mount as soon as this one is gone.
+        """
         return f"{self.number} {self.device}"
 
     @property
@@ -267,39 +270,43 @@ def _open_directory(path: str) -> int:
 
 
 def _mount_directly(
-    mountpoint: str, source: str, allow_other: bool, flags: Collection[str], before: Collection[int]
+    mountpoint: str, source: str, allow_other: bool, flags: Collection[str], before: Collection[MountEntry]
 ) -> tuple[int, MountEntry]:
     """Attach a new mount to the directory by descriptor; undo that if the mount is not at its place afterwards.
 
-    ``before``: the numbers of the mounts that existed before.
+    ``before``: the mounts that existed before.
     """
     options = "rootmode=40000,default_permissions" + (",allow_other" if allow_other else "")
     with ExitStack() as opened:
         fuse = _open_device()
         opened.callback(os.close, fuse)
         try:
-            with closed_after(_open_directory(mountpoint)) as directory:
-                ids = f"user_id={os.geteuid()},group_id={os.getegid()}"
-                _mount_on(directory, source, 0, flags, f"fd={fuse},{ids},{options}")
+            directory = _open_directory(mountpoint)
+            opened.callback(os.close, directory)
+            ids = f"user_id={os.geteuid()},group_id={os.getegid()}"
+            _mount_on(directory, source, 0, flags, f"fd={fuse},{ids},{options}")
         except OSError as failure:
             raise OSError(failure.errno, f"{mountpoint}: mount failed: {failure.strerror}") from None
         try:
-            entry = entry_of(mountpoint)
-            if entry is None or entry.number in before:
+            # No number tells: it may be one that another mount has just given back.
+            entry = entry_of(mountpoint) if os.readlink(path_of(directory)) == mountpoint else None
+            if entry is None:
                 raise OSError(errno.EIO, f"{mountpoint}: mount failed: the mountpoint has moved")
         except BaseException:
             opened.close()  # closing the connection kills the mount
             _remove_dead(mountpoint, before)
             raise
         opened.pop_all()
+        os.close(directory)
         return fuse, entry
 
 
-def _remove_dead(mountpoint: str, before: Collection[int]) -> None:
+def _remove_dead(mountpoint: str, before: Collection[MountEntry]) -> None:
     """Remove dead mounts of gpufs that are newer than those ``before``."""
+    known = {(entry.identity, entry.mountpoint) for entry in before}
     try:
         for entry in mounts():
-            if entry.number not in before:
+            if (entry.identity, entry.mountpoint) not in known:
                 unmount_dead(entry)
     except OSError:  # mountinfo cannot be read
         with suppress(OSError):
@@ -371,7 +378,7 @@ def mount(
     if entry_of(mountpoint, present) is not None:
         raise OSError(errno.EBUSY, f"{mountpoint}: gpufs is mounted there already")
     if os.geteuid() == 0:
-        return _mount_directly(mountpoint, source, allow_other, flags, {entry.number for entry in present})
+        return _mount_directly(mountpoint, source, allow_other, flags, present)
     fd = _mount_as_user(mountpoint, source, allow_other, flags)
     try:
         entry = entry_of(mountpoint)

@@ -14,7 +14,6 @@ the keeper (native/keeper/keeper.cc) starts another one, or the guard (gpufs/dae
 import errno
 import logging
 import os
-import select
 import signal
 import socket
 import sys
@@ -37,12 +36,6 @@ from gpufs.fs.quotas import Quotas
 from gpufs.fs.requests import ROOT_INODE
 
 log = logging.getLogger("gpufs.daemon")
-
-
-def _is_readable(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _reraise_simplified(failures: BaseExceptionGroup[BaseException]) -> None:
@@ -82,16 +75,15 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
         early = _note_signals()
         obstacle = takeover.obstacle(values, opened)
         keeper = _start_keeper(request, obstacle, parts) if taken is None else parts.enter_context(taken.keeper)
-        ended = threading.Event()  # the kernel has ended the connection
         if taken is None:
             try:
-                fuse_fd, entry = parts.enter_context(mountpoint.mounted(request, ended.is_set))
+                fuse_fd, entry = parts.enter_context(mountpoint.mounted(request))
             except BaseException:
                 os.close(relay_fd)
                 raise
         else:
             fuse_fd, entry = os.dup(taken.held[Key.CONNECTION]), taken.entry
-            parts.enter_context(mountpoint.unmounted_at_the_end(entry, ended.is_set))
+            parts.enter_context(mountpoint.unmounted_at_the_end(entry, fuse_fd))
         survives = keeper is not None and obstacle is None
         if keeper is not None and not survives:
             takeover.instruct(keeper, request, entry, survives=False)
@@ -151,8 +143,6 @@ def _serve(request: MountRequest, answer: LauncherAnswer, logs: Log, taken: take
             serving.leave_if_it_survives()
             raise
         finally:
-            if _is_readable(mount.ended_fd):
-                ended.set()
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # until the interpreter has ended
     log.info("the mount at %s has ended", request.mountpoint)

@@ -54,7 +54,8 @@ def main(pid: str, mountpoint: str, log_file: str, identity: str) -> None:
     entry = mounting.entry_with(identity) if identity else mounting.entry_of(mountpoint)
     if entry is None:
         return
-    if identity and _is_left(pid):
+    # Another mount may have the numbers by now: it answers, and it is elsewhere.
+    if identity and entry.mountpoint == mountpoint and _is_left(pid):
         mounting.abort(entry)
     try:
         gone = mounting.unmount_dead(entry)

@@ -5,8 +5,9 @@ import fcntl
 import functools
 import logging
 import os
+import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import trio
 
 from gpufs import engine, mounting, threads
 from gpufs.daemon.startup import MountRequest, StartFailure
+from gpufs.syscalls import closed_after
 
 log = logging.getLogger("gpufs.daemon")
 
@@ -50,12 +52,8 @@ def _locked(mountpoint: str) -> Iterator[None]:
 
 
 @contextmanager
-def mounted(request: MountRequest, has_ended: Callable[[], bool]) -> Iterator[tuple[int, mounting.MountEntry]]:
-    """Mount; yield the descriptor of the connection and the mount's entry. Always unmount at the end.
-
-    ``has_ended``: whether the kernel has ended the connection. The mount is dead or gone then, and the kernel may have
-    reused its numbers for another mount.
-    """
+def mounted(request: MountRequest) -> Iterator[tuple[int, mounting.MountEntry]]:
+    """Mount; yield the descriptor of the connection and the mount's entry. Always unmount at the end."""
     try:
         with _locked(request.mountpoint):
             fd, entry = mounting.mount(
@@ -66,25 +64,34 @@ def mounted(request: MountRequest, has_ended: Callable[[], bool]) -> Iterator[tu
             )
     except OSError as failure:
         raise StartFailure.of(failure) from None
-    with unmounted_at_the_end(entry, has_ended):
+    with unmounted_at_the_end(entry, fd):
         yield fd, entry
 
 
 @contextmanager
-def unmounted_at_the_end(entry: mounting.MountEntry, has_ended: Callable[[], bool]) -> Iterator[None]:
-    """Unmounts at the end. ``has_ended``: as for :func:`mounted`."""
-    try:
-        yield
-    finally:
-        if (now := present(entry)) is not None:
-            try:
-                if has_ended():
-                    mounting.unmount_dead(now)
-                else:
-                    mounting.unmount(now.mountpoint, lazy=True)
-            except OSError as failure:
-                if present(entry) is not None:  # else another process has unmounted it
-                    log.warning("%s", failure.strerror or failure)
+def unmounted_at_the_end(entry: mounting.MountEntry, connection: int) -> Iterator[None]:
+    """Unmounts at the end. ``connection``: the descriptor of the mount's connection."""
+    # Until the kernel ends the connection, no other mount can have the numbers of this one. Then it soon has.
+    with closed_after(os.dup(connection)) as own:
+        try:
+            yield
+        finally:
+            if (now := present(entry)) is not None:
+                try:
+                    if _has_ended(own):
+                        mounting.unmount_dead(now)
+                    else:
+                        mounting.unmount(now.mountpoint, lazy=True)
+                except OSError as failure:
+                    if present(entry) is not None:  # else another process has unmounted it
+                        log.warning("%s", failure.strerror or failure)
+
+
+def _has_ended(connection: int) -> bool:
+    """Return whether the kernel has ended a connection. Its mount is dead or gone; another one may have its numbers."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def present(entry: mounting.MountEntry) -> mounting.MountEntry | None:
