@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from errno import ECONNABORTED, EIO, ENODEV, ENOTCONN
 from pathlib import Path
 
@@ -263,3 +264,17 @@ def test_a_daemon_holds_nothing_of_its_starter(mount: Mounter, tmp_path: Path) -
             assert not [link for link in links if str(tmp_path) in link]
         finally:
             run(*GPUFS, "umount", mountpoint)
+
+
+@pytest.mark.slow
+def test_mounts_that_come_and_go_leave_each_other_alone(mount: Mounter) -> None:
+    """The kernel gives the numbers of a mount that has gone to the next one, which was unmounted in its place."""
+
+    def come_and_go(_: int) -> None:
+        for _ in range(50):
+            mounted = mount(memory=64 * MIB)
+            mounted.signal(signal.SIGTERM)
+            mounted.wait_ended()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(come_and_go, range(6)))
