@@ -45,6 +45,12 @@ class ModelFiles:
         text = json.dumps([*self.identities.values()])
         return Version(hashlib.sha256(text.encode()).hexdigest(), os.path.dirname(next(iter(self.identities))))
 
+    def shared_as(self, group: str | None) -> tuple[list[Any], Version | None]:
+        """Return what stands for these files in the key of shared weights, and what version they are of a group."""
+        if group is None:
+            return [*self.identities.values()], None
+        return [["group", group]], self.version
+
     def check_unchanged(self) -> None:
         """Raise OSError EBUSY if one of the files has changed since."""
         for file, identity in ModelFiles(self.identities, self._directory).identities.items():

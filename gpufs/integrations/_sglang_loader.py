@@ -107,12 +107,11 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 _, files, _ = self._prepare_weights(model_config.model_path, model_config.revision, False)
                 checkpoint = ModelFiles(files, directory)
                 group = self._settings.group
-                source = [*checkpoint.identities.values()] if group is None else [["group", group]]
+                source, version = checkpoint.shared_as(group)
                 key = pieces.weights_key(model_config, self.load_config, source)
                 draft, trusted = model_config.is_draft_model, self._settings.trusted
-                name = model_config.model_path if group is None else group
+                name = group or model_config.model_path
                 label = _sharing.weights_label(name, "sglang", key, ("pp", "tp"), is_draft=draft)
-                version = None if group is None else checkpoint.version
                 return checkpoint, SharedWeights(directory, "sglang", label, key, trusted, checkpoint.mode(), version)
         except (_sharing.NoDirectoryError, OSError) as error:
             reason = str(error)

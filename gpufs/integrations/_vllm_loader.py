@@ -121,11 +121,10 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 _, files, *_ = self._prepare_weights(model_config.model, None, model_config.revision, False, None)
                 checkpoint = ModelFiles(files, directory)
                 group = self._settings.group
-                source = [*checkpoint.identities.values()] if group is None else [["group", group]]
+                source, version = checkpoint.shared_as(group)
                 key = pieces.weights_key(vllm_config, model_config, source)
-                name = model_config.model if group is None else group
+                name = group or model_config.model
                 label = _sharing.weights_label(name, "vllm", key, ("dp", "pp", "tp"), is_draft=key["is_draft"])
-                version = None if group is None else checkpoint.version
                 where = directory, "vllm", label, key, self._settings.trusted, checkpoint.mode(), version
                 return checkpoint, SharedWeights(*where)
             except (_sharing.NoDirectoryError, OSError) as error:
