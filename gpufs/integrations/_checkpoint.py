@@ -6,7 +6,6 @@ file had before, so it still leads to the published weights. Every reader of saf
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -17,7 +16,7 @@ from typing import Any
 
 from gpufs.formats import FormatError, safetensors
 from gpufs.formats.budget import BoundedFile
-from gpufs.integrations._shared_weights import SharedWeights, Version
+from gpufs.integrations._shared_weights import SharedWeights, Version, hash_of
 from gpufs.integrations._sharing import Loaded, ModelServer, is_on_mount
 from gpufs.torch._tensor_file import TensorFile
 from gpufs.units import bytes_text
@@ -42,8 +41,7 @@ class ModelFiles:
     @property
     def version(self) -> Version:
         """What weights of a group are called that are made of these files."""
-        text = json.dumps([*self.identities.values()])
-        return Version(hashlib.sha256(text.encode()).hexdigest(), os.path.dirname(next(iter(self.identities))))
+        return Version(hash_of([*self.identities.values()]), os.path.dirname(next(iter(self.identities))))
 
     def shared_as(self, group: str | None) -> tuple[list[Any], Version | None]:
         """Return what stands for these files in the key of shared weights, and what version they are of a group."""

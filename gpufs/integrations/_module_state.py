@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
@@ -12,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gpufs.integrations._shared_weights import hash_of
 from gpufs.torch._module import named_tensors
 from gpufs.torch._publish import is_json
 
@@ -130,8 +129,7 @@ def unchanged(module: torch.nn.Module, package: str) -> Iterator[None]:
 
 def numbers(module: torch.nn.Module) -> str:
     """Return a hash of the floating-point numbers in a module, such as scales that were read from tensors."""
-    found = {name: value for name, value in _attributes(module) if isinstance(value, float)}
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    return hash_of({name: value for name, value in _attributes(module) if isinstance(value, float)})
 
 
 def tensor_beside(module: torch.nn.Module, package: str) -> str | None:

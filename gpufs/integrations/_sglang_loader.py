@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import time
@@ -21,7 +19,7 @@ from gpufs.integrations import _sharing
 from gpufs.integrations._checkpoint import ModelFiles, release
 from gpufs.integrations._group import Group
 from gpufs.integrations._module_state import ModuleState
-from gpufs.integrations._shared_weights import OpenWeights, SharedWeights
+from gpufs.integrations._shared_weights import OpenWeights, SharedWeights, hash_of
 from gpufs.torch import load_file
 
 pieces, _MISSING = _sharing.private_pieces("_sglang_pieces")
@@ -132,8 +130,7 @@ class GpufsModelLoader(DefaultModelLoader):  # type: ignore[misc]
         super().load_weights_and_postprocess(model, noted(), target_device)
         self._attributes, self._changed = state.changes()
         # SGLang takes a checkpoint that lacks tensors, and a part of one that is too large.
-        form = json.dumps(self._loaded, sort_keys=True)
-        self._attributes[_FORM] = f"{len(self._loaded)} tensors, {hashlib.sha256(form.encode()).hexdigest()[:16]}"
+        self._attributes[_FORM] = f"{len(self._loaded)} tensors, {hash_of(self._loaded)[:16]}"
 
     def take_version(
         self, updater: Any, model_path: str, load_format: str | None, *_: Any, **__: Any

@@ -122,7 +122,7 @@ class SharedWeights:
 
     @property
     def _suffix(self) -> str:
-        return f"-{_hash(_json(self.key))[:16]}{_SUFFIX}"
+        return f"-{hash_of(self.key)[:16]}{_SUFFIX}"
 
     def _folder_of(self, user: int) -> str:
         return self.folder if user == os.stat(self.directory).st_uid else f"{self.folder}-{user}"
@@ -354,8 +354,9 @@ def _json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def hash_of(value: object) -> str:
+    """Return a hash of a value that JSON can express."""
+    return hashlib.sha256(_json(value).encode()).hexdigest()
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> str:
