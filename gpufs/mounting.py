@@ -288,7 +288,7 @@ def _mount_directly(
         except OSError as failure:
             raise OSError(failure.errno, f"{mountpoint}: mount failed: {failure.strerror}") from None
         try:
-            # No number tells: it may be one that another mount has just given back.
+            # The mount's number does not show whether it is new: another mount may just have given it back.
             entry = entry_of(mountpoint) if os.readlink(path_of(directory)) == mountpoint else None
             if entry is None:
                 raise OSError(errno.EIO, f"{mountpoint}: mount failed: the mountpoint has moved")

@@ -27,7 +27,7 @@ _STACKED: Final[Mapping[str, str]] = {"dm-": "device mapper", "md": "software RA
 REFUSALS: Final[Mapping[str, tuple[str, str]]] = {
     "disabled": ("a knob switched it off", "see --io-fastpath"),
     "nothing_to_move": ("there is nothing to move", ""),
-    "too_small": ("there is no whole alignment unit in it", "copy more at once"),
+    "too_small": ("it has no whole alignment unit", "copy more at once"),
     "offset_unaligned": ("the offset in the file is not a multiple of the alignment", "begin at an aligned offset"),
     "size_unaligned": ("the size is not a multiple of the alignment", "the rest at the end goes by fallback: no harm"),
     "memory_unaligned": (

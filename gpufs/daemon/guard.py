@@ -54,7 +54,7 @@ def main(pid: str, mountpoint: str, log_file: str, identity: str) -> None:
     entry = mounting.entry_with(identity) if identity else mounting.entry_of(mountpoint)
     if entry is None:
         return
-    # Another mount may have the numbers by now: it answers, and it is elsewhere.
+    # If the mount has gone, the next one may have its numbers, at another place: that one must go on.
     if identity and entry.mountpoint == mountpoint and _is_left(pid):
         mounting.abort(entry)
     try:

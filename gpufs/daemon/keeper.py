@@ -1,7 +1,7 @@
 """The daemon's side of the keeper: the process that holds a mount's descriptors and acts when the daemon has died.
 
-``native/keeper/keeper.cc`` is that process, and describes the messages. The engine sends them,
-but for the reason of a daemon that has not started yet.
+``native/keeper/keeper.cc`` is that process, and describes the messages. The engine sends them. Only a daemon
+that could not start sends its reason by itself (:func:`send_reason`).
 """
 
 import errno

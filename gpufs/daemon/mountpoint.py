@@ -71,7 +71,7 @@ def mounted(request: MountRequest) -> Iterator[tuple[int, mounting.MountEntry]]:
 @contextmanager
 def unmounted_at_the_end(entry: mounting.MountEntry, connection: int) -> Iterator[None]:
     """Unmounts at the end. ``connection``: the descriptor of the mount's connection."""
-    # Until the kernel ends the connection, no other mount can have the numbers of this one. Then it soon has.
+    # No other mount has this one's numbers until the kernel ends the connection. Afterwards the next mount gets them.
     with closed_after(os.dup(connection)) as own:
         try:
             yield

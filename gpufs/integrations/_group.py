@@ -260,7 +260,7 @@ class Group:
         memory.uncounted(0, start).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
     def _give_name(self, new: TensorFile, mode: int) -> None:
-        """Put a complete file in the place of the one that has the name. Only those who may read both may read it."""
+        """Give the name to a complete file. Only users who may read the former file and the checkpoint may read it."""
         with FileIO(self._path) as old:
             status = os.fstat(old.fileno())
             if status.st_size:

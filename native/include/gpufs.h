@@ -6,7 +6,7 @@
  *  - Objects are named by gpufs_handle: 0 is never valid, a handle that was closed is EBADF for ever after.
  *  - No C++ exception crosses this interface. Any thread may call any function unless its comment says otherwise.
  *  - Sizes and offsets are in bytes, times in seconds and nanoseconds since 1970-01-01 UTC.
- *  - A number that stands for one of an enum's values, or for flags, is not checked: Python makes it of a name.
+ *  - Values of enums and flags are not checked: Python makes them from names.
  *
  * cffi reads the part between the CFFI markers: it holds declarations only, no preprocessor lines.
  */

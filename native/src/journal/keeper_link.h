@@ -1,5 +1,5 @@
 // The daemon's side of the keeper, the process that holds descriptors for the next daemon. native/keeper/keeper.cc
-// describes the messages. All of them are sent here (but for the reason of a daemon that has not started), and every
+// describes the messages. All of them are sent here, except the reason of a daemon that could not start. And every
 // failure has the same consequence: the socket is shut down, and a thread replaces the keeper by another one, which
 // gets everything again. It tries until that works.
 // Ownership: shared by the mount and the control plane.
